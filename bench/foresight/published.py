@@ -258,8 +258,8 @@ SHORT = """- Each setting here is one run. At 1 Gbit/s and on 4 ranks the doctor
   width 512 also of the model and the doctor before cores were shared by polls.
 - On the emulated hosts 8 ranks share 2 cores, and a rank that waits polls, yielding its core between two looks. Until
   2026-11-26 the yields had no effect: Linux gives each session a scheduling group of its own (autogroup), Hydra starts
-  each host's ranks in a session, and a yield passes the core on within a group only. So a rank that waited held its core
-  to the clock's next tick. An operation of a few bytes took 0.3 ms in one second and 6 ms in another, steps had
+  each host's ranks in a session, and a yield passes the core on within a group only. So a rank that waited held its
+  core to the clock's next tick. An operation of a few bytes took 0.3 ms in one second and 6 ms in another, steps had
   two modes (1D from 404 to 980 ms in one run), and whether the doctor's operations and a step's met the same mode was
   chance: forms of many short operations were told 23 to 29% too fast in one run, 16 to 22% in another and 9% in a
   third. All processes of a cluster are in one control group now. 1D takes 311 to 496 ms, operations of the doctor
@@ -269,8 +269,9 @@ SHORT = """- Each setting here is one run. At 1 Gbit/s and on 4 ranks the doctor
   to 1.15 times as long in one run as in the next, and the doctor's overhead of an operation was 75 to 124 µs in five
   runs within an hour. Four runs were made with the new emulation. One with the doctor before the two changes below:
   median 13.1%, worst 20.0%, all too fast, 1 of 25 pairs in the wrong order. One whose second
-  round did not end in three times its usual time, like one of about fifteen short trials; the cause is not known. One with the machine's file of seven
-  minutes before: 12.1%, 20.8%, all too slow, 1 of 28. And the one shown, the last, which reaches the goal.
+  round did not end in three times its usual time, like one of about fifteen short
+  trials; the cause is not known. One with the machine's file of seven minutes before: 12.1%, 20.8%, all too slow, 1
+  of 28. And the one shown, the last, which reaches the goal.
 - The doctor takes medians of four passes over all operations, and lets none take longer than one among more ranks or of
   more bytes. This statistic was chosen with an earlier table for 1 Gbit/s in sight.
 - What overlaps was told too fast, by the times at which real ranks start and end their operations for three reasons.

@@ -34,7 +34,9 @@ def test_the_hosts_are_one_group_of_the_scheduler(across_hosts: Run, cluster_nam
     if not os.access(cpu if cpu.is_dir() else cpu.parent, os.W_OK) or (cpu.parent / "cgroup.events").exists():
         pytest.skip("no control groups of processors can be made here")
     groups = "[line.rpartition(':')[2] for line in open('/proc/self/cgroup').read().split()]"
-    program = f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({groups}); c.rank or print(*sum(t, []))"
+    program = (
+        f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({groups}); c.rank or print(*sum(t, []))"
+    )
     done = across_hosts(3, ["-c", program], timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split().count(f"/{cluster_name}") == 3
