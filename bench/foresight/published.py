@@ -261,7 +261,7 @@ SHORT = """- Each setting here is one run. At 1 Gbit/s and on 4 ranks the doctor
   each host's ranks in a session, and a yield passes the core on within a group only. So a rank that waited held its
   core to the clock's next tick. An operation of a few bytes took 0.3 ms in one second and 6 ms in another, steps had
   two modes (1D from 404 to 980 ms in one run), and whether the doctor's operations and a step's met the same mode was
-  chance: forms of many short operations were told 23 to 29% too fast in one run, 16 to 22% in another and 9% in a
+  chance: forms of many short operations were told 23 to 29% too fast in one run, 13 to 22% in another and 9% in a
   third. All processes of a cluster are in one control group now. 1D takes 311 to 496 ms, operations of the doctor
   repeat from pass to pass, and ranks that wait take none of a core that another computes on (`waiting` was 0.97 to 1).
   The sections at 200 Mbit/s and of plans are of the emulation before.
@@ -281,18 +281,18 @@ SHORT = """- Each setting here is one run. At 1 Gbit/s and on 4 ranks the doctor
   measures both now. And ranks drift apart where nothing joins them: in some steps of data parallelism the first is
   done with its backward pass after 50 ms, the last after 430 ms. More of them share one core than the other then. The
   model has no such drift.
-- Computing takes 13 to 26% longer while an operation between hosts is in flight, however few its bytes: each of the 8
+- Computing takes 13 to 29% longer while an operation between hosts is in flight, however few its bytes: each of the 8
   ranks polls it, and has a thread that looks a thousand times a second how far it is. The doctor measures that too.
-  Without it data parallelism is told 3 to 4 points faster, and ZeRO-3 5 to 8.
+  Without it data parallelism is told 3 to 4 points faster, and ZeRO-3 5 to 6.
 - Parts of exactly 64 or 128 KiB take up to twice as long as longer ones (an all-gather of 8 parts of 64 KiB 7.7 ms, of
   96 KiB 5.7 ms), and models' blocks have such sizes. The doctor measures powers of two; why MPI is slow there was
   not looked into.
 - In an earlier run the ranks that waited while two measured products took part of their cores: a thread of each looked
   a thousand times a second how far its operation was. Products of 256³ were measured at 50 GFLOP/s of a core; eight
   ranks that computed at once, in another hour, made 67 to 73 of each core. The doctor lets them sleep now.
-- Not the cause: lost packets (none or two a step), the order of starts in traces, and Python's lock (a shorter switch
-  interval changes nothing). The thread that lets operations progress takes 18% of what ranks compute in a backward
-  pass of 4 hosts on one core; without it the step is 7% shorter there.
+- Not the cause: lost packets (no step waited for a timeout), the order of starts in traces, and Python's lock (a
+  shorter switch interval changes nothing). The thread that lets operations progress takes 18% of what ranks compute
+  in a backward pass of 4 hosts on one core; without it the step is 7% shorter there.
 - At 200 Mbit/s data parallelism is predicted a quarter too fast, and with that before two forms that are
   faster: it was not measured again. What a byte costs a core beside computing (`processor`) was measured between 1.2
   and 2.4 ns in several runs at 1 Gbit/s.
