@@ -111,8 +111,8 @@ GEMMS = (
 """The shapes m, n, k of the products that are measured."""
 ON_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 4096), (2048, 8192, 1024), (8192, 8192, 128))
 UFUNCS = ("exp", "log", "tanh", "sqrt", "power", "divide")
-RECEIVED = (256, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes that a rank receives in the operations that are measured."""
+RECEIVED = (256, 1 << 12, 1 << 15, *(1 << k for k in range(17, 23)))
+"""About the bytes that a rank receives in the operations that are measured."""
 POINT_SECONDS = 0.05
 """Seconds in which a point is measured again and again."""
 SLOW = 0.2
@@ -131,7 +131,7 @@ BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
 POLL_SECONDS = 0.004
 """Seconds for which ranks compute between two polls of them."""
-TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
+TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004), 8, 1 << 16
 """Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
 by which the wait of ranks for each other is measured."""
 FAR, MOST_FAR = 1 << 26, 64
@@ -194,7 +194,7 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         waiting, receiving = _waits(comm, backend, at_work) if crowd > 1 else (1.0, 1.0)
         overlap = Overlap(
             "polls", source, _window(comm, backend, network or node), waiting=waiting, receiving=receiving,
-            turns=_turns(comm, backend),
+            turns=_turns(comm, backend), slowdown=_slowdown(comm, backend) if network is not None else 0.0,
         )  # fmt: skip
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
@@ -589,7 +589,11 @@ def _next(calls: Iterator[Callable[[], Any]]) -> None:
 
 
 def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tuple[Callable[[], Any], int]:
-    """Return a call in which a rank receives about so many bytes, and their number; two messages for "send"."""
+    """Return a call in which a rank receives about so many bytes, and their number; two messages for "send".
+
+    Each rank's part has a power of two of bytes, as blocks of models have: MPI changes its ways at such sizes, and
+    messages just below them can take twice as long as longer ones.
+    """
     if op == "send":
         block = backend.zeros(nbytes, np.uint8)
 
@@ -598,8 +602,8 @@ def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tu
                 way(block, 1 - group.rank)
 
         return there_and_back, nbytes
-    whole = nbytes if op == "broadcast" else nbytes * p // (p - 1) // (2 if op == "all_reduce" else 1)
-    return _call(group, backend, op, max(8 * p, whole))
+    part = nbytes / (p - 1) / (2 if op == "all_reduce" else 1)
+    return _call(group, backend, op, nbytes if op == "broadcast" else p << max(3, round(math.log2(part))))
 
 
 def _together(comm: Comm, call: Callable[[], Any]) -> float:
@@ -715,7 +719,7 @@ def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
 
     counts = [0, *(max(1, int(seconds / one)) for seconds in TURN_SECONDS)]
     every = [(count, call) for count in counts for call in (lambda: None, *calls)]
-    passes = [[timed(count, call) for count, call in every] for _ in range(PASSES)]
+    passes = [[timed(count, call) for count, call in every] for _ in range(3 * PASSES)]  # a difference of long times
     middle = [median(times) for times in zip(*passes, strict=True)]
     table = [middle[i : i + 3] for i in range(0, len(middle), 3)]
     alone = sum(table[0][1:])
@@ -726,6 +730,35 @@ def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
 
 WAIT_SECONDS = 0.15
 """Seconds for which some ranks compute while the others wait."""
+
+
+def _slowdown(comm: Comm, backend: Backend) -> float:
+    """Return the share by which computing takes longer while an operation between nodes is in flight, whatever its
+    bytes: polls, and the thread of each rank that lets it progress.
+
+    All ranks compute while each awaits a message that is sent only when all are done.
+    """
+    a = backend.zeros((256, 256), np.float32)
+    token = backend.zeros(1, np.float64)
+    one = median(comm.share(_seconds(lambda: backend.xp.matmul(a, a), backend)))
+
+    def timed(pending: bool) -> float:
+        comm.barrier()
+        awaited = comm.receive(token, (comm.rank - 1) % comm.size, wait=False) if pending else None
+        start = perf_counter()
+        for _ in range(max(1, int(WAIT_SECONDS / one))):
+            backend.xp.matmul(a, a)
+            if awaited is not None:
+                awaited.test()
+        seconds = perf_counter() - start
+        comm.barrier()
+        if awaited is not None:
+            comm.send(token, (comm.rank + 1) % comm.size)
+            awaited.wait()
+        return max(comm.share(seconds))
+
+    ratios = [timed(True) / timed(False) for _ in range(2 * PASSES - 1)]
+    return min(10.0, max(0.0, median(ratios) - 1))
 
 
 def _waits(comm: Comm, backend: Backend, at_work: bool) -> tuple[float, float]:

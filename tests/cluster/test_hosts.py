@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,21 @@ def test_every_rank_has_a_host_of_its_own(across_hosts: Run) -> None:
     done = across_hosts(3, ["-c", program], timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1"] * 3
+
+
+def test_the_hosts_are_one_group_of_the_scheduler(across_hosts: Run, cluster_name: str) -> None:
+    """A rank that yields while it waits yields to the ranks of other hosts too."""
+    cpu = Path("/sys/fs/cgroup/cpu")
+    if not os.access(cpu if cpu.is_dir() else cpu.parent, os.W_OK) or (cpu.parent / "cgroup.events").exists():
+        pytest.skip("no control groups of processors can be made here")
+    groups = "[line.rpartition(':')[2] for line in open('/proc/self/cgroup').read().split()]"
+    program = (
+        f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({groups}); c.rank or print(*sum(t, []))"
+    )
+    done = across_hosts(3, ["-c", program], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count(f"/{cluster_name}") == 3
+    assert not (cpu / cluster_name).exists()
 
 
 def test_a_failing_program_leaves_no_hosts_behind(across_hosts: Run, cluster_name: str) -> None:

@@ -6,6 +6,8 @@ import argparse
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from parlinalg.backend import kernels
 from parlinalg.backend.numpy import NUMPY
 from parlinalg.cli import doctor
+from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.planning import measure
 from parlinalg.planning.machine import OPERATIONS, STEPS, GemmRate, load_machine, machine_text, parse_machine
@@ -180,6 +183,16 @@ def test_a_disk_is_measured(world, mpi_tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(mpi_tmp_path.iterdir())
     laptop = replace(load_machine("laptop"), disk=found)
     assert parse_machine(machine_text(laptop)).disk.size == found.size
+
+
+@pytest.mark.parametrize("op", OPERATIONS[:3])
+def test_parts_of_operations_are_powers_of_two(op: str) -> None:
+    for size in (2, 4, 8):
+        for nbytes in measure.RECEIVED:
+            _, received = measure._received(cast(Comm, SimpleNamespace(size=size)), NUMPY, op, nbytes, size)
+            part = received // (size - 1) // (2 if op == "all_reduce" else 1)
+            assert part.bit_count() == 1
+            assert part == 8 or 0.7 < received / nbytes < 1.5
 
 
 def test_a_time_in_which_all_took_long_does_not_get_in() -> None:
