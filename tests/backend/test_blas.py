@@ -134,7 +134,7 @@ def test_products_with_an_upper_triangle(dtype):
         if blas.multiplied(t, around[1:-1, 2:-1], adjoint=adjoint):
             np.testing.assert_array_equal(around, want)
         else:  # the conjugate of what lies there turned
-            assert adjoint and order == "F" and np.dtype(dtype).kind == "c"
+            assert (adjoint, order, np.dtype(dtype).kind) == (True, "F", "c")
 
 
 def test_a_read_only_sum_is_refused():
