@@ -252,10 +252,21 @@ def substituted(
     adjoint : bool
         op(t) is the conjugate transpose.
     """
+    return _by_triangle("trsm", t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
+
+
+def multiplied(t: np.ndarray, b: np.ndarray, *, adjoint: bool = False) -> bool:
+    """Replace b by `op(t) @ b` for an upper triangle t, if BLAS can; return True if it did.  See `substituted`."""
+    return _by_triangle("trmm", t, b, right=False, lower=False, adjoint=adjoint, unit=False)
+
+
+def _by_triangle(
+    name: str, t: np.ndarray, b: np.ndarray, *, right: bool, lower: bool, adjoint: bool, unit: bool
+) -> bool:  # fmt: skip
     if not (t.size and b.size) or not _in_blas(b) or t.dtype != b.dtype:
         return False
-    trsm, (turn, ld), (turn_t, ld_t) = _cblas("trsm", b.dtype), _lying(b), _lying(t)
-    if trsm is None or turn != AS_IT_IS or not turn_t:
+    function, (turn, ld), (turn_t, ld_t) = _cblas(name, b.dtype), _lying(b), _lying(t)
+    if function is None or turn != AS_IT_IS or not turn_t:
         return False
     if turn_t == TURNED:  # what lies there is its transpose
         if adjoint and t.dtype.kind == "c":
@@ -263,7 +274,7 @@ def substituted(
         lower, operation = not lower, AS_IT_IS if adjoint else TURNED
     else:
         operation = ADJOINT if adjoint else AS_IT_IS
-    trsm(
+    function(
         ROWS, RIGHT if right else LEFT, LOWER if lower else UPPER, operation,
         UNIT if unit else DIAGONAL, *map(ctypes.c_int64, b.shape), _number(b.dtype, 1),
         _address(t), ctypes.c_int64(ld_t), _address(b), ctypes.c_int64(ld),

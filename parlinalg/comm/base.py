@@ -291,7 +291,7 @@ class Comm(ABC):
     def attend(self, here: Callable[[], bool], seldom: bool = False) -> None:
         """Return when `here` is true, which all ranks wait for, as in a barrier; the core is others' meanwhile.
 
-        With `seldom` the rank gives its core up at once, and looks again after a millisecond.
+        With `seldom` the rank gives its core up at once, and looks again after some milliseconds.
         """
         from parlinalg.comm.watch import until
 

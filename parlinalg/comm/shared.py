@@ -39,6 +39,8 @@ class Common:
     refused: float = math.inf
     """The least number of bytes that could not be had."""
     in_use: bool = field(default=False)
+    crowded: bool | None = None
+    """True if ranks outnumber cores on all ranks' word; None before they are asked."""
 
 
 class ImaginedMemory:
@@ -104,7 +106,7 @@ class Meeting:
     def __init__(self, comm: Comm, counters: Any) -> None:
         self.comm, self._turn = comm, 0
         self._counters: Any = None
-        if counters is not None and ORDERED and all(comm.share(comm.crowded, others="alike")):
+        if counters is not None and ORDERED and _crowded(comm):
             counters[comm.rank * self.SPREAD] = 0
             self._counters = memoryview(counters)[: comm.size * self.SPREAD : self.SPREAD]
             comm.barrier()
@@ -221,6 +223,15 @@ def _held(comm: Comm) -> Common | None:
     if comm.shared is None:
         comm.shared = Common()
     return comm.shared
+
+
+def _crowded(comm: Comm) -> bool:
+    """Return True if on all ranks of a communicator with common memory ranks outnumber cores; they are asked once."""
+    held = comm.shared
+    assert held is not None, "there are counters, so there is common memory"
+    if held.crowded is None:
+        held.crowded = all(comm.share(comm.crowded, others="alike"))
+    return held.crowded
 
 
 def _made(comm: Comm, size: int, own: int) -> mmap.mmap | ImaginedMemory | None:

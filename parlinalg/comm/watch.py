@@ -154,8 +154,8 @@ PAUSES = 2e-5, 2e-4
 """Seconds between two looks: the first, and the longest after doubling for whoever has not waited long."""
 PATIENCE, LONGEST = 1 / 64, 5e-3
 """Who has waited long takes longer pauses, in parts of the time waited, up to so many seconds."""
-SELDOM = 1e-3
-"""Seconds between two looks of whoever looks seldom."""
+SELDOM = 4e-3
+"""Seconds between two looks of whoever looks seldom: each takes others' cores some 30 microseconds."""
 YIELDS = 2e-3
 """Seconds for which a core is yielded before it is given up."""
 

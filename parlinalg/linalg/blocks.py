@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from parlinalg import tunables
 from parlinalg.linalg.eigh import PANEL
-from parlinalg.linalg.panels import Panels
+from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, depths
 
 SIZES = (16, 24, 32, 48, 64, 96, 112, 144, 160, 192, 224)
@@ -32,6 +32,8 @@ TALL = 4
 """Rows of a matrix by its columns from which on its columns are not dealt."""
 FEW = 8
 """Ranks of one node up to which rows are not dealt."""
+SOLVED = 0.7
+"""The time of panels of `cholesky`, solutions with a triangle, by that of other panels with as many operations."""
 REDUCTIONS = ("eigh", "svd", "eig")
 REPLICATED = ("cholesky", "lu", "solve")
 """The routines that know layers of ranks (2.5D)."""
@@ -177,11 +179,11 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
         return Time(2 * sides * flops / ranks * most, 0, constants.word * words, constants.call * calls)
     received = left * (C > 1) + below * (R > 1)
     if routine in ("cholesky", "solve_triangular"):
-        flops, work = flops / 2, b * left
+        flops, work = flops / 2, b * left * (SOLVED if routine == "cholesky" else 1)
         received += k * b / 2 * (R > 1)
         calls = 2 * down + across
     elif routine == "qr":
-        strips = 1 + below / max(1, k) / Panels.STRIP
+        strips = 1 + below / max(1, k) / QR.STRIP
         flops, work = 2 * flops, 4 * b * left
         received += (2 * k * b) * (C > 1) + (below + 6 * k * b) * (R > 1)
         calls = across + (5 + 2 * strips) * down

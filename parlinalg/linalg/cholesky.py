@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,9 @@ class Cholesky(Panels):
         self.STRIP = max(1, self.STRIP // tiles.size) * tiles.size  # whole tiles
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
+        starts, ends = self.columns[:: tiles.size], self.columns[tiles.size - 1 :: tiles.size] + 1
+        self._tops = np.searchsorted(self.rows, starts).tolist()  # my first row of each of my tiles of columns
+        self._under = [*np.searchsorted(self.rows, ends).tolist(), len(self.rows)]  # and the first below it
 
     def run(self) -> None:
         """Factor the whole matrix.  Collective over the grid."""
@@ -100,27 +102,25 @@ class Cholesky(Panels):
             top = self.row(self.columns[first])
             kernels.subtract(self.a[top:, first:last], left[top - r :], right[:, first - c : last - c])
             return
-        tiles = self.columns[first:last] // self.tiles.size
-        edges = [first, *(first + 1 + np.flatnonzero(np.diff(tiles))).tolist(), last]
-        self._below(step, edges, len(self.rows))
+        self._below(step, first // self.tiles.size, -(-last // self.tiles.size), len(self.rows))
 
-    def _below(self, step: Any, edges: Sequence[int], bottom: int) -> None:
-        """Update what is on and below the diagonal of tiles of columns with these edges, in the rows above `bottom`.
+    def _below(self, step: Any, tile: int, end: int, bottom: int) -> None:
+        """Update what is on and below the diagonal of some of this rank's tiles of columns, in the rows above `bottom`.
 
         The rows below the last tile are updated in one product of all columns, which is faster than one a tile; then
         those above in the same way for each half of the tiles.
         """
         left, right, r, c = step
-        first, last = edges[0], edges[-1]
-        top, under = self.row(self.columns[edges[-2]]), self.row(self.columns[last - 1] + 1)
+        first, last = tile * self.tiles.size, min(end * self.tiles.size, len(self.columns))
+        top, under = self._tops[end - 1], self._under[end - 1]
         if under < bottom:
             kernels.subtract(
                 self.a[under:bottom, first:last], left[under - r : bottom - r], right[:, first - c : last - c]
             )
         bottom = min(under, bottom)
-        if len(edges) > 2:
-            middle = len(edges) // 2
-            self._below(step, edges[: middle + 1], bottom)
-            self._below(step, edges[middle:], bottom)
+        if end - tile > 1:
+            middle = (tile + end) // 2
+            self._below(step, tile, middle, bottom)
+            self._below(step, middle, end, bottom)
         elif top < bottom:
             kernels.subtract_square(self.a[top:bottom, first:last], left[top - r : bottom - r])

@@ -470,7 +470,7 @@ class QRFactor(Factor):
         x, columns, matrix = self._right_hand_sides(b, self.rows, m)
         if self.grid.inside:
             for each in self._work.kept:
-                reflect(self.tiles, each.y, kernels.adjoint(each.t), x[self._work.row(each.k) :])
+                reflect(self.tiles, each.y, each.t, x[self._work.row(each.k) :], adjoint=True)
         x = namespace(x).ascontiguousarray(x[: len(self._r)])
         triangular.substitute(self.tiles, self._r, self.tops, x, n, columns, lower=False)
         return self._home(x, self.tops, columns, n, matrix, b)

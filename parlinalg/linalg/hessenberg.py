@@ -70,7 +70,7 @@ class Hessenberg:
         behind = xp.ascontiguousarray(kernels.adjoint(v[columns[after:] - k - 1]))
         kernels.subtract(a[:, after:], xp.ascontiguousarray(y[rows]), behind)
         below = v[rows[top:] - k - 1]
-        reflect(tiles, below, kernels.adjoint(t), a[top:, after:])
+        reflect(tiles, below, t, a[top:, after:], adjoint=True)
         if self._keep:
             self._kept.append((k + 1, below, t))
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import Backend, backend_of, blas, namespace, shape_solver
-from parlinalg.backend.blas import added, added_square, substituted
+from parlinalg.backend.blas import added, added_square, multiplied, substituted
 from parlinalg.backend.shapes import has_values, values_needed
 
 Block = Any
@@ -151,6 +151,13 @@ def substitute(
         b[...] = solve_triangular(t, b.conj().T, trans, lower, unit, check_finite=False).conj().T
     else:
         b[...] = solve_triangular(t, b, trans, lower, unit, check_finite=False)
+
+
+def multiply(t: Block, b: Block, *, adjoint: bool = False) -> Block:
+    """Return `op(t) @ b` for an upper triangle t with zeros below it, as `substitute` does; b may be overwritten."""
+    if isinstance(b, np.ndarray) and multiplied(t, b, adjoint=adjoint):
+        return b
+    return (t.conj().T if adjoint else t) @ b
 
 
 def cholesky(a: Block) -> int:

@@ -205,13 +205,24 @@ def _regular(corner: Any) -> Any:
 
 def _fill(a: Any, first: int, chosen: np.ndarray) -> None:
     """Fill the places of the rows `chosen` with those that they replace from row `first` on."""
-    front = np.arange(first, first + len(chosen))
-    a[np.setdiff1d(chosen, front)] = a[np.setdiff1d(front, chosen)]
+    pushed, holes = _exchanged(first, chosen)
+    a[holes] = a[pushed]
 
 
 def _to_front(first: int, chosen: np.ndarray, *arrays: Any) -> None:
     """Swap the rows `chosen`, in their order, with those from `first` on."""
+    pushed, holes = _exchanged(first, chosen)
     places = np.arange(first, first + len(chosen))
-    pushed, holes = np.setdiff1d(places, chosen), np.setdiff1d(chosen, places)
     for a in arrays:
         a[np.concatenate([places, holes])] = a[np.concatenate([chosen, pushed])]
+
+
+def _exchanged(first: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that leave the front, which begins at `first`, for the rows `chosen`, and the places they get.
+
+    >>> [x.tolist() for x in _exchanged(2, np.array([7, 3, 5]))]
+    [[2, 4], [5, 7]]
+    """
+    later, stay = chosen >= first + len(chosen), np.zeros(len(chosen), bool)
+    stay[chosen[~later] - first] = True
+    return first + np.flatnonzero(~stay), np.sort(chosen[later])

@@ -47,6 +47,8 @@ class QR(Panels):
         The first columns of the panels that went through the tree, as far as this rank knows.
     """
 
+    STRIP = 1024  # each strip of columns reads Y twice
+
     def __init__(
         self,
         tiles: Tiles,
@@ -117,7 +119,8 @@ class QR(Panels):
 
     def update(self, step: Any, first: int, last: int) -> None:
         b = self.a[self.row(step.k) :, first:last]
-        kernels.subtract(b, step.y, kernels.adjoint(step.t) @ self.board.total(kernels.adjoint(step.y) @ b))
+        w = self.board.total(kernels.adjoint(step.y) @ b)
+        kernels.subtract(b, step.y, kernels.multiply(step.t, w, adjoint=True))
 
     def times(self, b: Any, numbers: np.ndarray | None = None, last: bool = False) -> None:
         """Replace b, of which this rank has the same rows, by Q b.  Collective.
@@ -178,14 +181,17 @@ def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:
     return lower, gram
 
 
-def reflect(tiles: Tiles, y: Any, t: Any, b: Any, lent: Board | None = None) -> None:
-    """Replace b by (I - Y T Yᴴ) b; the rows of both lie along the grid's columns, whose ranks may have a board."""
+def reflect(tiles: Tiles, y: Any, t: Any, b: Any, lent: Board | None = None, *, adjoint: bool = False) -> None:
+    """Replace b by (I - Y T Yᴴ) b, or with `adjoint` by (I - Y Tᴴ Yᴴ) b, for an upper triangle T.
+
+    The rows of Y and b lie along the grid's columns, whose ranks may have a board.
+    """
     w = namespace(y).ascontiguousarray(kernels.adjoint(y) @ b)
     if lent is None:
         tiles.down.all_reduce(w)
     else:
         w = lent.total(w)
-    kernels.subtract(b, y, t @ w)
+    kernels.subtract(b, y, kernels.multiply(t, w, adjoint=adjoint))
 
 
 def _reconstruct(q: Any) -> tuple[Any, Any, Any]:

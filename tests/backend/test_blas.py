@@ -117,6 +117,26 @@ def test_a_square_is_added_to_the_lower_triangle(dtype):
         np.testing.assert_array_equal(around, want)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+def test_products_with_an_upper_triangle(dtype):
+    if blas._in_openblas("scipy_cblas_dtrmm64_") is None:
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    rng = np.random.default_rng(8)
+
+    def whole(*shape):
+        real, imaginary = rng.integers(-9, 9, (2, *shape))
+        return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
+
+    for n, k, adjoint, order in itertools.product((1, 2, 7, 64), (1, 3, 40), (False, True), "CF"):
+        t, around = np.array(whole(n, n), order=order), whole(n + 2, k + 3)
+        want, upper = around.copy(), np.triu(t)  # what is below t's diagonal is not read
+        want[1:-1, 2:-1] = (upper.conj().T if adjoint else upper) @ around[1:-1, 2:-1]
+        if blas.multiplied(t, around[1:-1, 2:-1], adjoint=adjoint):
+            np.testing.assert_array_equal(around, want)
+        else:  # the conjugate of what lies there turned
+            assert (adjoint, order, np.dtype(dtype).kind) == (True, "F", "c")
+
+
 def test_a_read_only_sum_is_refused():
     y = np.ones((3, 3))
     y.flags.writeable = False
