@@ -8,9 +8,9 @@ the most: bytes of NumPy's arrays (tracemalloc's domain) between two steps, besi
 most within a step, beside table + two gathered blocks + one block's gradients + buckets + what the tape holds; and the
 process's VmHWM, less what it had before the model was made.
 
-With `--imagined` 4 ranks train under each of `FORMS`: ZeRO's stages, schemes, recomputation and offload.  Beside what
-each rank's arrays are measured to take stands what the same program holds on imagined ranks (`pla.imagine`); the peaks
-may differ by 3%.
+With `--imagined` 4 ranks train under each of `FORMS`: ZeRO's stages, schemes, recomputation, offload and pipelines.
+Beside what each rank's arrays are measured to take stands what the same program holds on imagined ranks
+(`pla.imagine`); the peaks may differ by 3%.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import os
 import re
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,13 +40,14 @@ IMAGINED = 0.03
 
 
 class Form(NamedTuple):
-    """How 4 ranks train: a scheme, the sizes of its grid's axes, and what is done about memory."""
+    """How 4 ranks train: a scheme, the sizes of its grid's axes, and what is done about memory; or a schedule."""
 
     scheme: str
     sizes: dict[str, int]
     stage: int = 0
     recompute: str | None = None
     offload: bool = False
+    schedule: str | None = None
 
 
 FORMS = {
@@ -65,6 +67,12 @@ FORMS = {
     "ZeRO 2, blocks recomputed": Form("data", {"data": 4}, 2, "block"),
     "ZeRO 3, blocks recomputed": Form("zero3", {"data": 4}, 3, "block"),
     "2d, blocks recomputed": Form("2d", {"r": 2, "c": 2}, 0, "block"),
+    **{
+        f"pipeline of 4, {name}": Form("serial", {}, schedule=name)
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera")
+    },
+    "pipeline of 4, gpipe, blocks recomputed": Form("serial", {}, 0, "block", schedule="gpipe"),
+    "pipeline of 4, 1f1b, blocks recomputed": Form("serial", {}, 0, "block", schedule="1f1b"),
 }
 
 
@@ -137,6 +145,36 @@ def training(args: argparse.Namespace, form: Form, grid: Any) -> Training:
     return Training(parameters, gatherer, forward, step)
 
 
+@contextmanager
+def stepping(args: argparse.Namespace, form: Form, comm: Any, backend: str) -> Iterator[Callable[[], None]]:
+    """Give the step of a training; a pipeline cuts a batch into as many microbatches as it has samples."""
+    import parlinalg as pla
+    from parlinalg import nn
+    from parlinalg.autograd import ops
+
+    if form.schedule is None:
+        with pla.Grid(form.sizes, comm, backend) as grid:
+            yield training(args, form, grid).step
+        return
+    schedule = {"name": form.schedule, "microbatches": args.batch}
+    config = {"parallel": {"pipeline": comm.size}, "schedule": schedule, "batch_size": args.batch}
+    with pla.launch(config, comm, backend) as mesh:
+        model = nn.GPT(
+            vocab_size=args.vocabulary, max_position_embeddings=args.sequence, hidden_size=args.hidden,
+            num_hidden_layers=args.layers, num_attention_heads=args.heads, scheme=mesh.scheme, grid=mesh.grid,
+            dtype=args.dtype, seed=1, recompute=form.recompute,
+        )  # fmt: skip
+        engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
+        numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
+
+        def step() -> None:
+            engine.zero_grad()
+            engine.execute_schedule(iter([tuple(numbers)]), return_output_label=False)
+            engine.step()
+
+        yield step
+
+
 def measured(step: Callable[[], None]) -> tuple[int, int]:
     """Return the bytes of this rank's arrays between two steps, and at the most within one, after three more."""
     for _ in range(3):
@@ -158,23 +196,29 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
     (name,), world = args.forms, open_comm()
     form = FORMS[name]
     compiled.about()
-    with pla.Grid(form.sizes, world, "numpy") as grid:
-        tracemalloc.start()
-        found = training(args, form, grid)
-        found.step()
-        rest, peak = measured(found.step)
-        tracemalloc.stop()
-        del found
-    gc.collect()
-    with pla.imagine(world.size, world.rank, node=world.local_size) as imagined:
-        step = training(args, form, pla.Grid(form.sizes)).step
-        for _ in range(3):
-            step()
-        gc.collect()
-        held = sum(imagined.memory.values())
-        imagined.reset_peak()
+    tracemalloc.start()
+    with stepping(args, form, world, "numpy") as step:
         step()
-        mine = {"rest": rest, "peak": peak, "imagined_rest": held, "imagined_peak": imagined.peak_memory}
+        rest, peak = measured(step)
+        tracemalloc.stop()
+        del step
+
+    def imagined(found: Any) -> dict[str, int]:
+        with stepping(args, form, found.comm, "auto") as step:
+            for _ in range(3):
+                step()
+            held = sum(found.memory.values())
+            found.reset_peak()
+            step()
+            return {"imagined_rest": held, "imagined_peak": found.peak_memory}
+
+    gc.collect()
+    if form.schedule is not None:  # stages tell each other what they send
+        every = pla.imagine_together(imagined, world.size, node=world.local_size, what_if=pla.WhatIf())
+        mine = {"rest": rest, "peak": peak, **every[world.rank]}
+    else:
+        with pla.imagine(world.size, world.rank, node=world.local_size) as found:
+            mine = {"rest": rest, "peak": peak, **imagined(found)}
     everyone = world.share(mine)
     worst = max(everyone, key=lambda each: abs(each["imagined_peak"] / each["peak"] - 1))
     world.barrier()

@@ -209,7 +209,8 @@ class ImaginedComm(Comm):
             to = None if peer is None else self.world_ranks[peer]
             dtype = str(blocks[0].dtype) if blocks else ""
             call = recorder.start(op, self.axes, self.world_ranks, nbytes, sent, to, tag, dtype)
-        handle = ImaginedHandle(self.device, call, *blocks, arrives=arrives)
+        held = () if op == "send" else blocks  # a message has left its block long before a pipeline waits for it
+        handle = ImaginedHandle(self.device, call, *held, arrives=arrives)
         if wait:
             handle.wait()
             return DONE

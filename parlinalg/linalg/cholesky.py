@@ -38,7 +38,7 @@ class Cholesky(Panels):
     def __init__(self, tiles: Tiles, a: Any, n: int, target: tuple[Any, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
         self.minor, self.finite, self._target = 0, True, target
-        self.STRIP = max(1, self.STRIP // tiles.size) * tiles.size  # whole tiles
+        self.strip = max(1, self.STRIP // tiles.size) * tiles.size  # whole tiles
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
         starts, ends = self.columns[:: tiles.size], self.columns[tiles.size - 1 :: tiles.size] + 1

@@ -65,14 +65,14 @@ class Panels(ABC):
         Their numbers.
     board : Board
         Of the ranks of this grid column.
-    STRIP : int
-        Columns that are updated at once; between strips messages in progress move on.
+    strip : int
+        Columns that are updated at once, at first `STRIP`; between strips messages in progress move on.
     """
 
     STRIP = 512
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
-        self.tiles, self.a, self.shape = tiles, a, shape
+        self.tiles, self.a, self.shape, self.strip = tiles, a, shape, self.STRIP
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
         self._lanes: Any = None  # common memory for panels, of the ranks of a grid row
@@ -147,10 +147,10 @@ class Panels(ABC):
                 continue
             # as soon as the terms are there the panel is factored
             panel = None
-            for start in range(end, width, self.STRIP) if step is not None else ():
+            for start in range(end, width, self.strip) if step is not None else ():
                 if panel is None and handle.test():
                     handle, panel = self.factor(k, b)
-                self.update(step, start, min(start + self.STRIP, width))
+                self.update(step, start, min(start + self.strip, width))
                 handle.test()
             if panel is None:
                 handle.wait()
@@ -163,8 +163,8 @@ class Panels(ABC):
         self.forget()
 
     def _strips(self, step: Any, first: int, last: int, handle: Handle) -> None:
-        for start in range(first, last, self.STRIP):
-            self.update(step, start, min(start + self.STRIP, last))
+        for start in range(first, last, self.strip):
+            self.update(step, start, min(start + self.strip, last))
             handle.test()
 
     # ------------------------------------------------------------------ communication

@@ -199,6 +199,7 @@ class ScheduleRun:
                     self.sums.append((j, stage, {"loss": float(loss.item()) * factor, **measures}))
                 self.p2p.finish()
         finally:
+            self.handlers.clear()  # by their references to this run all that it holds would wait for a collection
             self.grid.polled[:] = [each for each in self.grid.polled if each is not self.p2p]
             slot.doing = None
 

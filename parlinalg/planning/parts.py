@@ -127,7 +127,8 @@ class Part:
     weights, gradients, states : int
         Bytes at rest.
     kept : int
-        Bytes that a microbatch keeps from its forward to its backward pass, the output aside.
+        Bytes that a microbatch keeps from its forward to its backward pass: what is given too, if layers keep it, the
+        output aside.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
@@ -440,11 +441,11 @@ class _Run:
 
     def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
-        x, targets = self._given(rows, given), self.inputs.targets(self.model, rows, self.grid) if self.last else None
+        targets = self.inputs.targets(self.model, rows, self.grid) if self.last else None
         held, span = self.world.device.held, self.world.span
+        y = self._given(rows, given)
         with training_step(0), added_losses(True), using_positions(self.positions):
             with span("forward"):
-                y = x
                 for layer in self.layers:
                     y = layer.forward(y)
                 size = _nbytes(y)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded
 from parlinalg.grid import factorizations
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
+from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies
@@ -928,9 +929,10 @@ class Looks:
             work += more * sum(f["forward"] + f["backward"] for f in stages)
         bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
         memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
+        messages = AHEAD * max(f["message"] for f in stages)
         for r, own in enumerate(held):
             rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
-            kept, buffers = flight[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
+            kept, buffers = flight[r] * max(f["kept"] for f in own), messages + max(f["transient"] for f in own)
             here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
             for p in away:
                 there = sum(f.get(p, 0) for f in own) + flight[r] * max(f.get(f"{p} kept", 0) for f in own)
@@ -1077,6 +1079,7 @@ class Looks:
         )  # fmt: skip
         assert made.simulation is not None
         memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
+        messages = AHEAD * max(part.message for part in parts)
         for r, held in enumerate(schedule.chunks):
             of = [parts[k.stage] for k in held]
             for p in away:
@@ -1084,7 +1087,7 @@ class Looks:
                 away[p] = max(away[p], there + sum(part.elsewhere[p] for part in of))
             here = _memory(
                 sum(p.weights for p in of), sum(p.gradients for p in of), sum(p.states for p in of),
-                made.simulation.held[r] * max(p.kept for p in of), max(p.transient for p in of),
+                made.simulation.held[r] * max(p.kept for p in of), messages + max(p.transient for p in of),
             )  # fmt: skip
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r

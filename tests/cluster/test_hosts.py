@@ -32,7 +32,7 @@ def test_the_hosts_are_one_group_of_the_scheduler(across_hosts: Run, cluster_nam
     """A rank that yields while it waits yields to the ranks of other hosts too."""
     cpu = Path("/sys/fs/cgroup/cpu")
     if not os.access(cpu if cpu.is_dir() else cpu.parent, os.W_OK) or (cpu.parent / "cgroup.events").exists():
-        pytest.skip("no control groups of processors can be made here")
+        pytest.skip("cannot be had here: control groups of processors")
     groups = "[line.rpartition(':')[2] for line in open('/proc/self/cgroup').read().split()]"
     program = (
         f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({groups}); c.rank or print(*sum(t, []))"

@@ -64,6 +64,6 @@ def test_memory_is_a_few_times_the_blocks(make_grid, name):
         x, y = (pla.distribute(each, grid, grid.default_layout(each.shape)) for each in (a, a[:, :COLUMNS].copy()))
         return (lambda: SQUARE[name](x), (x,)) if name in SQUARE else (lambda: SIDES[name](x, y), (x, y))
 
-    case(100)[0]()  # what is imported and compiled once
+    case(N)[0]()  # what is imported once, and loops that are compiled for large blocks
     ratio = max(grid.world.share(most(*case(N))))
     assert ratio < BOUNDS.get(name, 3), ratio

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
+import numpy as np
 import pytest
 
 import parlinalg as pla
+from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.backend.shapes import values_needed
 from parlinalg.errors import ConfigError, PlanError
@@ -486,6 +490,78 @@ SETS = [
     kinds for n in range(1, 4) for kinds in combinations(KINDS, n) if not {"parameters", "gradients"} <= {*kinds}
 ]  # fmt: skip
 FORMS = [{"data": 2}, {"data": 1, "pipeline": 2, "schedule": "1f1b", "microbatches": 4}]
+
+
+def pipeline_step(world: Any, schedule: str, recompute: str | None, outputs: bool = False) -> Callable[[], None]:
+    """Return a GPT's step in a pipeline over all ranks, as a program of the user's makes it."""
+    config = {"parallel": {"pipeline": world.comm.size}, "schedule": {"name": schedule, "microbatches": 8}}
+    mesh = pla.launch({**config, "batch_size": 32}, world.comm, "auto")
+    model = nn.GPT(**DEEP, recompute=recompute, dtype="float32", scheme=mesh.scheme, grid=mesh.grid)
+    engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
+    samples = np.zeros((32, 64), np.int64), np.zeros((32, 64), np.int64)
+
+    def step() -> None:
+        engine.zero_grad()
+        engine.execute_schedule(iter([samples]), return_output_label=outputs)
+        engine.step()
+
+    return step
+
+
+DEEP = {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("recompute", [None, "block"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute):
+    """What stages are given stays with them until their backward pass: of recomputed blocks it is all that is kept."""
+
+    def program(world: Any) -> int:
+        step = pipeline_step(world, schedule, recompute)
+        for _ in range(2):
+            step()
+            world.reset_peak()
+        step()
+        return int(world.peak_memory)
+
+    ranks = 4
+    peak = max(pla.imagine_together(program, ranks, what_if=pla.WhatIf()).values())
+    model = {"name": "gpt", **DEEP, "recompute": recompute}
+    looks = _looks(model, ranks, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(1, ranks, microbatches=8, schedule=schedule), recompute=recompute)
+    assert looks.full(c).bytes == pytest.approx(peak, rel=0.05)
+    for away in ((), (("activations", "host"),)):
+        about, whole = looks.estimate(replace(c, offload=away)), looks.full(replace(c, offload=away))
+        assert about.bytes == pytest.approx(whole.bytes, rel=0.2), away
+    assert whole.host
+    assert whole.bytes < peak
+
+
+def test_nothing_of_a_step_waits_for_a_collection_of_garbage():
+    """The outputs of the last stage went only with the cycles in which a run of the schedule was held."""
+
+    def program(world: Any) -> dict[str, int]:
+        step = pipeline_step(world, "1f1b", None, outputs=True)
+        step()
+        rest = dict(world.memory)
+        for _ in range(2):
+            step()
+        assert dict(world.memory) == rest
+        return rest
+
+    gc.collect()
+    gc.disable()
+    try:
+        found = pla.imagine_together(program, 2, what_if=pla.WhatIf())
+    finally:
+        gc.enable()
+    assert all("activations" not in rest for rest in found.values())
+
+
 LARGE = {**AGAIN, "hidden_size": 256, "vocab_size": 512}
 
 
