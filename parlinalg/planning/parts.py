@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -56,6 +56,7 @@ from parlinalg.train.recipes import (
     require_vocabulary,
 )
 
+Bytes = TypeVar("Bytes", int, float)
 ASSUMED = WhatIf(finite=True, norm=1.0)
 """Gradients are finite and not clipped: a step in which nothing is left out."""
 
@@ -222,7 +223,7 @@ class Part:
             moved("forward", "activations", 0, self.away)
             moved("backward", "activations", self.away, 0)
             each[place] += self.away
-            kept, transient = kept - self.away, transient + min(self.away, 3 * self.block)
+            kept, transient = kept - self.away, transient + on_their_way(self.away, self.block)
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         for kind, own, least in (("parameters", weights, 3), ("gradients", 0, 2)):
@@ -244,6 +245,11 @@ class Part:
             gradients=held, states=states, kept=kept, peak=weights + held + states + kept + transient,
             elsewhere=rest, elsewhere_kept=each, moves=moves,
         )  # fmt: skip
+
+
+def on_their_way(away: Bytes, block: Bytes) -> Bytes:
+    """Return the bytes of offloaded activations that come or go at once, of so many in all and in a block."""
+    return min(away, 3 * block)
 
 
 class HostProbe(ActivationProbe):

@@ -37,7 +37,7 @@ from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies
 from parlinalg.planning.machine import OFFLOADS, Machine, load_machine
-from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part
+from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, on_their_way, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
 from parlinalg.planning.trace import Gemm, Kernel, Start, Trace, Wait
 from parlinalg.schemes import for_mode
@@ -853,6 +853,8 @@ class Looks:
         there = self._resting(part, c)
         for name in ("weights", "gradients", "states", "kept", "transient"):
             made[name] = getattr(there, name)
+        if "activations" in dict(c.offload):
+            made["away"], made["block"] = part.away, part.block
         for place in self.homes:
             made[place] = there.elsewhere[place]
             made[f"{place} kept"] = there.elsewhere_kept[place]
@@ -1278,11 +1280,20 @@ Figures = dict[str, float]
 
 
 def _total(figures: Sequence[Figures]) -> Figures:
-    """Return the figures of layers one after the other."""
+    """Return the figures of layers one after the other.
+
+    When a layer goes back, those behind it keep nothing any more.  Of all layers' offloaded activations some blocks are
+    on their way at once.
+    """
     made: Figures = {}
+    most = 0.0
     for figure in figures:
         for name, value in figure.items():
-            made[name] = max(made.get(name, 0.0), value) if name == "transient" else made.get(name, 0.0) + value
+            made[name] = max(made.get(name, 0.0), value) if name == "block" else made.get(name, 0.0) + value
+        own = on_their_way(figure.get("away", 0.0), figure.get("block", 0.0))
+        most = max(most, made["kept"] + figure["transient"] - own)
+    moving = on_their_way(made.get("away", 0.0), made.get("block", 0.0))
+    made["transient"] = max(0.0, most - made.get("kept", 0.0)) + moving
     made["message"] = figures[-1]["message"] if figures else 0.0
     return made
 
@@ -1532,7 +1543,8 @@ def why_slower(other: Planned, best: Planned) -> str:
     about = "" if other.traced else "about "
     if times < 1.005:
         more = other.bytes - best.bytes
-        return "as fast to half a percent" + (f", with {format_bytes(more)} more memory" if more > 0 else "")
+        told = "as fast to half a percent" if other.traced or times > 0.995 else "about as fast, but not traced in full"
+        return told + (f", with {format_bytes(more)} more memory" if more > 0 else "")
     reasons: list[tuple[float, str]] = []
     share = sum(s for cause, s in other.causes.items() if " over " in cause) * other.seconds
     own = sum(s for cause, s in best.causes.items() if " over " in cause) * best.seconds
@@ -2074,7 +2086,7 @@ class _Search:
             if tried:
                 p = min(tried, key=_order)
                 text = why_slower(p, best)
-                verb = "is" if text.startswith("as fast") else "takes"
+                verb = "is" if text.startswith(("as fast", "about as fast")) else "takes"
                 why = f"not traced: the likeliest of them {verb} {text} ({p.candidate})"
             elif times < 1.05:
                 why = "not traced: guessed to be slower than those that were"
