@@ -1537,11 +1537,15 @@ def shown_rate(flops: float) -> str:
     return f"{flops / unit:.3g} {name}FLOP/s"
 
 
+AS_FAST = 1.005
+"""Times as long as the best up to which a plan is called as fast."""
+
+
 def why_slower(other: Planned, best: Planned) -> str:
     """Return why a candidate lost against the best, in words: what costs the most of the difference."""
     times = other.seconds / best.seconds
     about = "" if other.traced else "about "
-    if times < 1.005:
+    if times < AS_FAST:
         more = other.bytes - best.bytes
         told = "as fast to half a percent" if other.traced or times > 0.995 else "about as fast, but not traced in full"
         return told + (f", with {format_bytes(more)} more memory" if more > 0 else "")
@@ -2086,7 +2090,7 @@ class _Search:
             if tried:
                 p = min(tried, key=_order)
                 text = why_slower(p, best)
-                verb = "is" if text.startswith(("as fast", "about as fast")) else "takes"
+                verb = "is" if p.seconds < AS_FAST * best.seconds else "takes"
                 why = f"not traced: the likeliest of them {verb} {text} ({p.candidate})"
             elif times < 1.05:
                 why = "not traced: guessed to be slower than those that were"
