@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,15 +96,16 @@ def test_a_product_of_two_host_matrices_is_added_by_the_blas():
     assert sum(done) > 0.6 * len(done)
 
 
+def whole_numbers(rng, dtype, *shape):
+    real, imaginary = rng.integers(-9, 9, (2, *shape))
+    return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
 def test_a_square_is_added_to_the_lower_triangle(dtype):
     if blas._in_openblas("scipy_cblas_dsyrk64_") is None:
         pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
-    rng = np.random.default_rng(7)
-
-    def whole(*shape):
-        real, imaginary = rng.integers(-9, 9, (2, *shape))
-        return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
+    whole = partial(whole_numbers, np.random.default_rng(7), dtype)
 
     for n, k in itertools.product((1, 2, 7, 64), (1, 3, 40)):
         around, x = whole(n + 2, n + 3), whole(n, k + 2)[:, 1 : k + 1]
@@ -121,11 +123,7 @@ def test_a_square_is_added_to_the_lower_triangle(dtype):
 def test_products_with_an_upper_triangle(dtype):
     if blas._in_openblas("scipy_cblas_dtrmm64_") is None:
         pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
-    rng = np.random.default_rng(8)
-
-    def whole(*shape):
-        real, imaginary = rng.integers(-9, 9, (2, *shape))
-        return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
+    whole = partial(whole_numbers, np.random.default_rng(8), dtype)
 
     for n, k, adjoint, order in itertools.product((1, 2, 7, 64), (1, 3, 40), (False, True), "CF"):
         t, around = np.array(whole(n, n), order=order), whole(n + 2, k + 3)
