@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import FrameType
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -68,6 +69,15 @@ def user_line(frame: FrameType | None) -> str:
             return last
         frame = frame.f_back
     return last
+
+
+def enumerated(words: Sequence[str]) -> str:
+    """Return words as an enumeration.
+
+    >>> enumerated(["a"]), enumerated(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join([*[", ".join(words[:-1])] * (len(words) > 1), *words[-1:]])
 
 
 def brief(value: object, most: int = 200) -> str:

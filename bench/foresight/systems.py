@@ -4,9 +4,9 @@
         --tensor 8 --pipeline 8 --chunks 3 --recompute block --machine a100
 
 The library's GPT or Llama, its tape, reducer, ZeRO, pipeline schedule and optimizer run without values on imagined
-ranks, one of each class, and the planner's `Looks.full` times the traces on a machine's file.  `Megatron` has the same
-traces with the kernels of the published software in place of the library's: those of Megatron-LM before 2023, which
-stores attention's scores.  Later software is predicted with fused attention (`Machine.with_fused_attention`).
+ranks, one of each class, and the planner's `Predictor.full` times the traces on a machine's file.  `Megatron` has the
+same traces with the kernels of the published software in place of the library's: those of Megatron-LM before 2023,
+which stores attention's scores.  Later software is predicted with fused attention (`Machine.with_fused_attention`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.parts import Part
-from parlinalg.planning.search import Candidate, Looks, Planned
+from parlinalg.planning.predictor import Planned, Predictor
 from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Start, Trace
 from parlinalg.train.config import TensorConfig, parse
 
@@ -112,12 +113,14 @@ class Run:
             self.chunks if self.chunks > 1 else None, self.recompute, self.dtype,
         )  # fmt: skip
 
-    def predict(self, machine: Machine, looks: type[Looks] = Looks, known: dict[str, Part] | None = None) -> Planned:
+    def predict(
+        self, machine: Machine, kind: type[Predictor] = Predictor, known: dict[str, Part] | None = None
+    ) -> Planned:
         """Return the step on a machine, by the trace of the library's program or of another software's kernels.
 
         `known` are traces of the library's program of this run, which are taken again, on another machine.
         """
-        made = looks(parse(self.configuration()), self.ranks, machine, self.batch)
+        made = kind(parse(self.configuration()), self.ranks, machine, self.batch)
         if isinstance(made, Megatron):
             made.run = self
         if isinstance(made, Traced):
@@ -131,8 +134,8 @@ class Run:
 
 
 # ------------------------------------------------------------------------------------------------ other kernels
-class Traced(Looks):
-    """Looks that take known traces again: they do not depend on the machine's figures."""
+class Traced(Predictor):
+    """Predictor that take known traces again: they do not depend on the machine's figures."""
 
     known: dict[str, Part]
 
@@ -143,7 +146,7 @@ class Traced(Looks):
         return self.known[key]
 
 
-class Megatron(Looks):
+class Megatron(Predictor):
     """Traces with Megatron-LM's kernels of 2021 and 2022 in place of the library's.
 
     - Attention: products of all pairs in 16 bits, masked ones too, and scores in memory: one kernel for scale, mask and
@@ -432,10 +435,10 @@ def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
     ranked = []
     for run in runs:
         if run.microbatch not in layers:
-            looks = Looks(parse(run.configuration()), run.ranks, machine, run.batch)
-            parts = looks._layers(run.candidate(), bound=True)
-            layers[run.microbatch] = sum(looks.seconds(p, s) for p in parts for s in ("forward", "backward"))
-            if looks.estimate(replace(run, chunks=1).candidate()).bytes > 0.92 * machine.memory:
+            predictor = Predictor(parse(run.configuration()), run.ranks, machine, run.batch)
+            parts = predictor._layers(run.candidate(), bound=True)
+            layers[run.microbatch] = sum(predictor.seconds(p, s) for p in parts for s in ("forward", "backward"))
+            if predictor.estimate(replace(run, chunks=1).candidate()).bytes > 0.92 * machine.memory:
                 layers[run.microbatch] = math.inf
         passes = run.microbatches + (run.pipeline - 1) / run.chunks
         ranked.append((layers[run.microbatch] / run.pipeline * passes, run))

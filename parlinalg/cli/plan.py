@@ -125,7 +125,7 @@ def run_train(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     from parlinalg.matmul.planner import plan_matmul
-    from parlinalg.planning.search import product_seconds
+    from parlinalg.planning.machine import product_seconds
 
     plan = plan_matmul(args.M, args.N, args.K, ranks=args.ranks, dtype=args.dtype, memory=args.memory)
     seconds = None if args.machine is None else product_seconds(plan, args.machine)

@@ -254,7 +254,7 @@ class MatmulPlan:
     def explain(self, seconds: Seconds | None = None) -> str:
         """Why this plan: words, lower bound, ratio, memory, who is idle, and the runners-up with why they lost.
 
-        With `parlinalg.planning.search.product_seconds(plan, machine)` also the times of this grid and of the
+        With `parlinalg.planning.machine.product_seconds(plan, machine)` also the times of this grid and of the
         runners-up.
         """
         from parlinalg.matmul.explain import explain

@@ -21,9 +21,11 @@ from parlinalg.comm import Comm
 from parlinalg.comm.streams import tell
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import CheckpointError, ConfigError, PlanError
+from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.machine import MOST_FILE, Machine, load_machine, machine_text, parse_machine
 from parlinalg.planning.measure import measure_machine
-from parlinalg.planning.search import Candidate, TrainingPlan, plan_training, shown_time
+from parlinalg.planning.search import plan_training
+from parlinalg.planning.training_plan import TrainingPlan, shown_time
 from parlinalg.train.checkpoint_files import complete, read_index
 from parlinalg.train.checkpoint_index import name_of
 from parlinalg.train.config import TrainingConfig, override, parse, read

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from parlinalg.errors import ConfigError, brief
 from parlinalg.files import read_bytes
+from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.planning.trace import Attention, Gemm, Kernel
 from parlinalg.units import ITEMSIZE, parse_bytes
 
@@ -585,6 +586,10 @@ class Machine:
     )  # fmt: skip
     fused_attention: bool = key(boolean, "true to count attention as that kernel", False)
 
+    def ranks_on_node(self, ranks: int) -> int:
+        """Return how many of so many ranks are on one node: all without a network, else at most as many as it has."""
+        return ranks if self.network is None else min(ranks, self.ranks_per_node)
+
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""
         return max(1.0, (on_node if self.cores_of == "node" else size) / self.cores)
@@ -652,6 +657,16 @@ class Machine:
     def peak(self, dtype: str) -> float:
         """Return the operations a second of the largest products of a dtype."""
         return self._gemm_rate(dtype)[0].rate
+
+    def best_rate(self, dtype: str) -> float:
+        """Return operations a second that no product of a dtype exceeds.
+
+        A rate is a formula, at most `rate`, times a correction, which is a weighted geometric mean of 1 and the ratios
+        of measured points to the formula, or one of them: at most the largest of these.
+        """
+        found = self._gemm_rate(dtype)[0]
+        ratios = [rate / found._formula(m, n, k) for m, n, k, rate in found.points]
+        return found.rate * max(1.0, *ratios) if ratios else found.rate
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel, its overhead aside."""
@@ -779,6 +794,34 @@ class Machine:
                     found.append(((ranks, nbytes), seconds / formula))
             cached[level, op] = Correction(found)
         return cached[level, op]
+
+
+# ------------------------------------------------------------------------------------------------ single products
+def product_seconds(plan: MatmulPlan, machine: Machine | str) -> Seconds:
+    """Return a function from a grid (pm, pn, pk) to the seconds of a product on it, for `MatmulPlan.explain`.
+
+    They are those of its largest block product and of its communication, one after the other.  Ranks stand in row-major
+    order over m, n and k: those along k are next to each other.
+    """
+    found, itemsize = load_machine(machine), ITEMSIZE.get(plan.dtype, 1)
+
+    def seconds(factors: Factors) -> tuple[float, float]:
+        pm, pn, pk = factors
+        m, n, k = (-(-extent // p) for extent, p in zip((plan.m, plan.n, plan.k), factors, strict=True))
+        size = pm * pn * pk
+        node = found.ranks_on_node(size)
+        product = found.crowd(node, size) * found.gemm_seconds(Gemm(1, m, n, k, plan.dtype))
+        moves = 0.0
+        for op, elements, ranks, stride in (
+            ("all_gather", m * k, pn, pk), ("all_gather", k * n, pm, pn * pk), ("reduce_scatter", m * n, pk, 1),
+        ):  # fmt: skip
+            if ranks > 1:
+                local = max(1, min(ranks, node // stride))
+                nbytes = elements * itemsize * (ranks - 1) / ranks
+                moves += found.transfer(op, nbytes, ranks, local, node, size).total
+        return product, moves
+
+    return seconds
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -10,8 +10,8 @@ import pytest
 
 from parlinalg.errors import ConfigError, PlanError
 from parlinalg.planning import auto, measure
+from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.machine import load_machine, machine_text
-from parlinalg.planning.search import Candidate
 from parlinalg.train.checkpoint_files import complete, read_index
 from parlinalg.train.checkpoint_index import name_of
 from parlinalg.train.config import parse

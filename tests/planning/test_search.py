@@ -24,9 +24,14 @@ from parlinalg.optim import Muon
 from parlinalg.pipeline.schedules import discover, make_schedule
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
-from parlinalg.planning.machine import load_machine
+from parlinalg.planning.candidates import SCHEDULES, Candidate, Space
+from parlinalg.planning.machine import load_machine, product_seconds
+from parlinalg.planning.parts import Inputs, trace_part
+from parlinalg.planning.predictor import Predictor, dependencies
 from parlinalg.planning.trace import Gemm
-from parlinalg.train.config import load
+from parlinalg.planning.training_plan import TrainingPlan
+from parlinalg.sequence import ORDERS
+from parlinalg.train.config import TensorConfig, load
 from parlinalg.train.mesh import resolve
 from tests.launching import launch
 
@@ -49,7 +54,7 @@ NARROW = [
 OPTIONS = "memory", "global_batch", "best", "exhaustive", "fused_attention"
 
 
-def plan(ranks: int, machine: str = "v100", **more: Any) -> search.TrainingPlan:
+def plan(ranks: int, machine: str = "v100", **more: Any) -> TrainingPlan:
     options = {k: more.pop(k) for k in OPTIONS if k in more}
     return pla.plan_training({**GPT, **more}, ranks=ranks, machine=machine, **options)
 
@@ -87,19 +92,19 @@ def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
 @pytest.mark.one_in(3)
 def test_bounds_are_below_full_traces():
     config = {**GPT, "parallel": {"sequence": 1}, "zero": 0}
-    looks = search.Looks(load(config), 4, load_machine("v100"), 8)
-    space = list(search.Space(load(config), config, 4, 8, looks.depth, [""]))
+    predictor = Predictor(load(config), 4, load_machine("v100"), 8)
+    space = list(Space(load(config), config, 4, 8, predictor.depth, [""]))
     assert {c.tensor.mode for c in space} >= {None, "1d", "2d"}
     assert {c.pipeline for c in space} == {1, 2, 4}
     for c in space[::5]:
-        found = looks.full(c)
-        assert looks.static_bound(c) <= looks.time_bound(c) <= found.seconds, c
-        assert looks.memory_bound(c) <= found.bytes, c
+        found = predictor.full(c)
+        assert predictor.static_bound(c) <= predictor.time_bound(c) <= found.seconds, c
+        assert predictor.memory_bound(c) <= found.bytes, c
 
 
 def test_a_given_schedule_stays_without_a_given_pipeline():
     config = {**GPT, "schedule": {"name": "zb-h1", "microbatches": 4}}
-    space = search.Space(load(config), config, 4, 8, 8, [""])
+    space = Space(load(config), config, 4, 8, 8, [""])
     assert {(c.schedule, c.microbatches) for c in space if c.pipeline > 1} == {("zb-h1", 4)}
 
 
@@ -122,8 +127,8 @@ def test_a_form_that_is_given_whole_is_predicted():
     made = plan(8, "h100", precision="bfloat16", **given)
     assert made.candidates == made.traced == 1
     one = made.best[0]
-    looks = search.Looks(load({**GPT, **given}), 8, load_machine("h100"), 8)
-    assert one.rate * one.seconds * 8 == pytest.approx(looks.model_flops)
+    predictor = Predictor(load({**GPT, **given}), 8, load_machine("h100"), 8)
+    assert one.rate * one.seconds * 8 == pytest.approx(predictor.model_flops)
     assert one.mfu == pytest.approx(one.rate / 7.3e14)
     rate = f"{one.throughput / 8:,.0f} tokens/s and {one.rate / 1e9:.3g} GFLOP/s"
     assert f"speed      {rate} a rank; MFU is of 730 TFLOP/s" in made.explain()
@@ -227,16 +232,16 @@ def test_wrong_wishes_are_refused(options, what):
 
 def test_times_of_products():
     made = pla.plan_matmul(4096, 4096, 4096, ranks=64, dtype="float32")
-    text = made.explain(search.product_seconds(made, "v100"))
+    text = made.explain(product_seconds(made, "v100"))
     assert re.search(r"time +\S+ ms: products \S+ \S+, communication", text)
 
 
 def test_a_faster_grid_is_named():
     """The grid of a product is chosen by words; where another one is faster on a machine, the text says so."""
     made = pla.plan_matmul(100, 100, 100, ranks=12, dtype="float32")
-    assert "faster    1×1×1 takes the least time of these here" in made.explain(search.product_seconds(made, "h100"))
+    assert "faster    1×1×1 takes the least time of these here" in made.explain(product_seconds(made, "h100"))
     assert "faster" not in made.explain()
-    seconds = search.product_seconds(pla.plan_matmul(100, 100, 100, ranks=12, dtype="int32"), "h100")
+    seconds = product_seconds(pla.plan_matmul(100, 100, 100, ranks=12, dtype="int32"), "h100")
     with pytest.raises(ConfigError, match=r"no rate of products in int32, .*: known are those of float64"):
         seconds((1, 1, 1))
 
@@ -249,8 +254,8 @@ def test_pipelines_are_planned_without_a_network():
 
 
 def test_reasons_are_told_whole(monkeypatch):
-    looks = _looks()
-    made = search._Search(looks, search.Space(looks.config, GPT, 4, 8, 8, [""]), 1 << 30, 1, False)
+    predictor = _predictor()
+    made = search._Search(predictor, Space(predictor.config, GPT, 4, 8, 8, [""]), 1 << 30, 1, False)
     for text, why in (
         ("model: GPT cannot be cut: 3 heads", "model: GPT cannot be cut"),
         ("a sequence of 3 tokens: give 4 (at x.py:3)", "a sequence of 3 tokens"),
@@ -316,13 +321,13 @@ BIG = {
 )  # fmt: skip
 def test_long_stages_are_traced_by_few_layers(form, microbatches, zero):
     """What few and some more equal layers take says what many do: within 1% of a trace of all, and to the byte."""
-    looks = search.Looks(load(BIG), 8, load_machine("a100"), 64)
+    predictor = Predictor(load(BIG), 8, load_machine("a100"), 64)
     *sizes, tensor = form
-    tensor = search.TensorConfig.parse("tensor", tensor or None)
+    tensor = TensorConfig.parse("tensor", tensor or None)
     name = "1f1b" if sizes[1] > 1 else None
-    c = search.Candidate(*sizes, tensor, zero, microbatches, name, None, None, None)
-    assert looks.is_long(c)
-    short, whole = looks.stretched(c), looks.full(c)
+    c = Candidate(*sizes, tensor, zero, microbatches, name, None, None, None)
+    assert predictor.is_long(c)
+    short, whole = predictor.stretched(c), predictor.full(c)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert short.memory == whole.memory
     assert short.words == pytest.approx(whole.words, rel=0.03)
@@ -343,7 +348,7 @@ def test_every_loser_has_a_reason(monkeypatch):
 
 def test_experts_may_be_cut_by_any_axis():
     model = {**AGAIN, "num_local_experts": 4}
-    space = search.Space(load({**GPT, "model": model}), {**GPT, "model": model}, 4, 8, 4, [""])
+    space = Space(load({**GPT, "model": model}), {**GPT, "model": model}, 4, 8, 4, [""])
     found = {(c.experts, (c.tensor.mode or "")) for c in space if c.data == 2 and c.pipeline == c.sequence == 1}
     assert found >= {("data", "1d"), ("t", "1d"), ("none", "1d")}
     given = {"zero": 0, "gradient_accumulation": 1, "parallel": {"pipeline": 1, "sequence": 1, "tensor": 1}}
@@ -384,13 +389,13 @@ def test_a_pipeline_is_not_lost_by_the_schedule_it_is_begun_with(monkeypatch):
     assert found.best[0].seconds <= 1.001 * known.best[0].seconds
 
 
-def _looks(model=AGAIN, ranks=4, machine="v100", batch=8, **more):
-    return search.Looks(load({**GPT, "model": model, **more}), ranks, load_machine(machine), batch)
+def _predictor(model=AGAIN, ranks=4, machine="v100", batch=8, **more):
+    return Predictor(load({**GPT, "model": model, **more}), ranks, load_machine(machine), batch)
 
 
 def _candidate(data=1, pipeline=1, sequence=1, ulysses=1, zero=0, microbatches=1, tensor=None, **more):
-    return search.Candidate(
-        data, pipeline, sequence, ulysses, search.TensorConfig.parse("tensor", tensor), zero, microbatches,
+    return Candidate(
+        data, pipeline, sequence, ulysses, TensorConfig.parse("tensor", tensor), zero, microbatches,
         more.pop("schedule", None), None, "attention", more.pop("dtype", None), **more,
     )  # fmt: skip
 
@@ -399,28 +404,28 @@ def _candidate(data=1, pipeline=1, sequence=1, ulysses=1, zero=0, microbatches=1
 def test_a_model_of_fewer_layers_is_traced_alike(layers):
     """Layers in a model without the others do what they do in the whole one."""
     model = {**AGAIN, "num_hidden_layers": 8}
-    looks = _looks(model)
-    config = _candidate(2, tensor={"size": 2, "mode": "1d"}, zero=3).apply(looks.config, 8)
-    fewer, there = looks._fewer(config, layers, (0, 0))
+    predictor = _predictor(model)
+    config = _candidate(2, tensor={"size": 2, "mode": "1d"}, zero=3).apply(predictor.config, 8)
+    fewer, there = predictor._fewer(config, layers, (0, 0))
     assert fewer.model.options["num_hidden_layers"] < 8
     size, place = (16, 32), {"node": 8, "target": "gpu"}
     given = None
     if layers[0]:
-        given = search.trace_part(config, looks.inputs, 4, 8, layers=(0, 1), update=False, **place).output
+        given = trace_part(config, predictor.inputs, 4, 8, layers=(0, 1), update=False, **place).output
     parts = [
-        search.trace_part(of, looks.inputs, 4, 8, layers=at, given=given, **place)
+        trace_part(of, predictor.inputs, 4, 8, layers=at, given=given, **place)
         for of, at in ((config, layers), (fewer, there))
     ]
     assert parts[0] == parts[1], size
-    rest = search.trace_part(_candidate().apply(looks.config, 8), looks.inputs, 1, 1, node=1, target="gpu")
-    assert looks.alone(None) == (rest.weights, rest.gradients, rest.states)
+    rest = trace_part(_candidate().apply(predictor.config, 8), predictor.inputs, 1, 1, node=1, target="gpu")
+    assert predictor.alone(None) == (rest.weights, rest.gradients, rest.states)
 
 
 def test_all_synchronous_schedules_are_searched():
     every = {name for name in discover() if not make_schedule(name, 2, 4).asynchronous}
-    assert set(search.SCHEDULES) == every
+    assert set(SCHEDULES) == every
     config = {**GPT, "parallel": {"tensor": 1, "sequence": 1}, "zero": 0}
-    space = search.Space(load(config), config, 4, 8, 8, [""])
+    space = Space(load(config), config, 4, 8, 8, [""])
     assert {c.schedule for c in space if c.pipeline == 2} == every
     assert all(c.microbatches > 1 and c.pipeline % 2 == 0 for c in space if c.schedule == "chimera")
     assert len(space) == len(list(space))
@@ -429,24 +434,21 @@ def test_all_synchronous_schedules_are_searched():
 def test_gpipe_is_faster_than_1f1b_where_messages_take_long():
     slow, quick = Costs(1.0, 2.0, latency=20.0), Costs(1.0, 2.0)
     for costs, faster in ((slow, "gpipe"), (quick, "1f1b")):
-        times = {name: search.dependencies(name, 4, 16, None).bounds(costs)[0] for name in ("gpipe", "1f1b")}
+        times = {name: dependencies(name, 4, 16, None).bounds(costs)[0] for name in ("gpipe", "1f1b")}
         assert times[faster] == min(times.values())
-    assert (
-        search.dependencies("gpipe", 4, 16, None).bounds(slow)[0]
-        < search.dependencies("1f1b", 4, 16, None).bounds(slow)[0]
-    )
+    assert dependencies("gpipe", 4, 16, None).bounds(slow)[0] < dependencies("1f1b", 4, 16, None).bounds(slow)[0]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "chimera"])
 def test_more_microbatches_than_are_simulated_are_held(schedule):
     """GPipe holds all of them; Chimera as many as fill its two pipelines, and sums gradients over its replicas."""
-    looks = _looks(batch=64)
+    predictor = _predictor(batch=64)
     c = _candidate(2, 2, microbatches=32, schedule=schedule)
-    assert looks._rounds(c) < c.microbatches
-    short, whole = looks.stretched(c), looks.full(c)
+    assert predictor._rounds(c) < c.microbatches
+    short, whole = predictor.stretched(c), predictor.full(c)
     assert short.memory["activations"] == whole.memory["activations"]
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
-    plain = looks.full(replace(c, schedule="1f1b"))
+    plain = predictor.full(replace(c, schedule="1f1b"))
     assert (whole.memory["weights"] > 1.5 * plain.memory["weights"]) == (schedule == "chimera")
     many = 32 / 2 if schedule == "gpipe" else 1
     assert whole.memory["activations"] >= many * plain.memory["activations"] * 0.99
@@ -455,17 +457,17 @@ def test_more_microbatches_than_are_simulated_are_held(schedule):
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_a_ring_is_traced_in_the_order_of_its_tokens(ulysses):
     """In zigzag order all ranks have the work that others leave to the last: this one is traced."""
-    looks = _looks(ranks=4 * ulysses, data={"name": "text", "sequence_length": 256})
+    predictor = _predictor(ranks=4 * ulysses, data={"name": "text", "sequence_length": 256})
     c = _candidate(sequence=4 * ulysses, ulysses=ulysses)
     flops = {}
-    for order in search.ORDERS:
-        part = looks._whole(replace(c, order=order), replace(c, order=order).apply(looks.config, 8), 8)
+    for order in ORDERS:
+        part = predictor._whole(replace(c, order=order), replace(c, order=order).apply(predictor.config, 8), 8)
         flops[order] = sum(e.flops for e in part.span("forward").events if isinstance(e, Gemm) and e.batch > 1)
     assert flops["zigzag"] < flops["contiguous"]
     assert flops["zigzag"] <= flops["striped"]
     config = {**GPT}
-    space = search.Space(load(config), config, 4, 8, 8, [""])
-    assert {c.order for c in space if c.sequence > c.ulysses} == set(search.ORDERS)
+    space = Space(load(config), config, 4, 8, 8, [""])
+    assert {c.order for c in space if c.sequence > c.ulysses} == set(ORDERS)
     assert {c.order for c in space if c.sequence == c.ulysses} == {None}
 
 
@@ -473,13 +475,13 @@ def test_a_ring_is_traced_in_the_order_of_its_tokens(ulysses):
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_memory_is_counted_once(zero, dtype):
     """On a GPU gradients stay in their buckets between steps; the parts of the memory add up to the peak."""
-    looks = _looks(LARGE, ranks=2, batch=16)
+    predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(2, zero=zero, dtype=dtype, microbatches=2)
-    found = looks.full(c)
-    (part,) = looks._last[1].values()
+    found = predictor.full(c)
+    (part,) = predictor._last[1].values()
     assert found.bytes == part.peak
     itemsize, whole = (4, 2) if dtype is None else (2, 3)
-    declared = [p for m in looks._known_model(dtype)[1].modules() for p in m._parameters.values()]
+    declared = [p for m in predictor._known_model(dtype)[1].modules() for p in m._parameters.values()]
     values = sum(math.prod(p.shape) for p in declared) * itemsize
     assert found.memory["weights"] == pytest.approx(values / (2 if zero == 3 else 1), rel=0.01)
     assert found.memory["states"] == pytest.approx(4 / itemsize * whole * values / (2 if zero else 1), rel=0.01)
@@ -531,11 +533,11 @@ def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute):
     ranks = 4
     peak = max(pla.imagine_together(program, ranks, what_if=pla.WhatIf()).values())
     model = {"name": "gpt", **DEEP, "recompute": recompute}
-    looks = _looks(model, ranks, batch=32, data={"name": "text", "sequence_length": 64})
+    predictor = _predictor(model, ranks, batch=32, data={"name": "text", "sequence_length": 64})
     c = replace(_candidate(1, ranks, microbatches=8, schedule=schedule), recompute=recompute)
-    assert looks.full(c).bytes == pytest.approx(peak, rel=0.05)
+    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.05)
     for away in ((), (("activations", "host"),)):
-        about, whole = looks.estimate(replace(c, offload=away)), looks.full(replace(c, offload=away))
+        about, whole = predictor.estimate(replace(c, offload=away)), predictor.full(replace(c, offload=away))
         assert about.bytes == pytest.approx(whole.bytes, rel=0.02), away
     assert whole.host
     assert whole.bytes < peak
@@ -580,11 +582,11 @@ def _away(kinds, place="host"):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_what_does_not_fit_offloads_as_little_as_does(form):
     """The kinds that are offloaded are those with the shortest step of all sets that fit."""
-    looks = _looks(LARGE, ranks=2, batch=16)
+    predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(**form)
-    bare = looks.full(c)
-    assert looks.kinds(c) == KINDS
-    every = {kinds: looks.full(replace(c, offload=_away(kinds))) for kinds in SETS}
+    bare = predictor.full(c)
+    assert predictor.kinds(c) == KINDS
+    every = {kinds: predictor.full(replace(c, offload=_away(kinds))) for kinds in SETS}
     for kinds, p in every.items():
         assert p.seconds > bare.seconds
         assert p.host > 0
@@ -595,7 +597,7 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
             gone = {"parameters", "gradients"} & {*kinds}
             assert p.memory["gradients"] == (0 if gone else bare.memory["gradients"])
             assert (p.memory["activations"] < bare.memory["activations"]) == ("activations" in kinds)
-    link = looks.machine.host.bandwidth
+    link = predictor.machine.host.bandwidth
     copied = every["optimizer",].seconds - bare.seconds
     assert copied == pytest.approx(2 * bare.memory["states"] / link, rel=0.02)
     if c.pipeline == 1:  # the first and only terms are taken away, and come once more for the update
@@ -612,8 +614,8 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
     with pytest.raises(PlanError, match=r"the least that would do is .* in host memory"):
         plan(2, memory=least - 1, best=1, global_batch=16, **_fixed(c))
     given = {**GPT, "model": LARGE, "offload": {"optimizer": "host"}}
-    assert search.Looks(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
-    assert search.Candidate.from_note(made.candidate.note()) == made.candidate
+    assert Predictor(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
+    assert Candidate.from_note(made.candidate.note()) == made.candidate
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -621,26 +623,26 @@ def test_a_disk_takes_what_host_memory_has_no_room_for(form):
     """Of all ways to deal the kinds out to host memory and a disk, the fastest that fits is found."""
     v100 = load_machine("v100")
     c = _candidate(**form)
-    looks = _looks(LARGE, ranks=2, batch=16)
-    room = looks.full(replace(c, offload=_away(["gradients"]))).host
+    predictor = _predictor(LARGE, ranks=2, batch=16)
+    room = predictor.full(replace(c, offload=_away(["gradients"]))).host
     small = replace(v100, host=replace(v100.host, memory=room))
-    looks = _looks(LARGE, ranks=2, batch=16, machine=small)
+    predictor = _predictor(LARGE, ranks=2, batch=16, machine=small)
     every = [
-        looks.full(replace(c, offload=tuple(zip(kinds, places, strict=True))))
+        predictor.full(replace(c, offload=tuple(zip(kinds, places, strict=True))))
         for kinds in SETS for places in product(("host", "disk"), repeat=len(kinds))
     ]  # fmt: skip
     at = {p.candidate.offload: p for p in every}
     states = at[_away(["optimizer"])].memory
     on_disk = at[_away(["optimizer"], "disk")]
     assert on_disk.memory == states
-    held = looks.full(c).memory
+    held = predictor.full(c).memory
     read = held["states"] / small.disk.read + held["states"] / small.host.bandwidth
     written = 1.5 * held["states"] * (1 / small.disk.write + 1 / small.host.bandwidth)  # with the values
-    assert on_disk.seconds - looks.full(c).seconds == pytest.approx(read + written, rel=0.02)
+    assert on_disk.seconds - predictor.full(c).seconds == pytest.approx(read + written, rel=0.02)
     assert on_disk.disk == 3 * held["states"]
     places = set()
     for limit in sorted({p.bytes for p in every}):
-        if limit >= looks.full(c).bytes:
+        if limit >= predictor.full(c).bytes:
             continue
         made = plan(2, machine=small, memory=limit, best=1, global_batch=16, **_fixed(c)).best[0]
         fastest = min(
@@ -655,28 +657,28 @@ def test_a_disk_takes_what_host_memory_has_no_room_for(form):
 
 
 def test_values_that_zero_3_cuts_rest_elsewhere_and_gradients_stay():
-    looks = _looks(LARGE, ranks=2, batch=16)
+    predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(2, zero=3)
-    assert looks.kinds(c) == KINDS[:3]
-    assert [looks.kinds(replace(c, zero=z)) for z in (1, 2)] == [KINDS[:2]] * 2
-    bare, away = looks.full(c), looks.full(replace(c, offload=_away(["parameters"])))
+    assert predictor.kinds(c) == KINDS[:3]
+    assert [predictor.kinds(replace(c, zero=z)) for z in (1, 2)] == [KINDS[:2]] * 2
+    bare, away = predictor.full(c), predictor.full(replace(c, offload=_away(["parameters"])))
     assert away.memory["weights"] == 0
     assert away.memory["gradients"] == bare.memory["gradients"] > 0
-    copies = 4 * bare.memory["weights"] / looks.machine.host.bandwidth  # beside gathers that are in flight
+    copies = 4 * bare.memory["weights"] / predictor.machine.host.bandwidth  # beside gathers that are in flight
     assert 0.5 * copies < away.seconds - bare.seconds < 1.02 * copies
     for offload in ((), _away(KINDS[:3])):
-        assert looks.memory_bound(c) <= looks.full(replace(c, offload=offload)).bytes
+        assert predictor.memory_bound(c) <= predictor.full(replace(c, offload=offload)).bytes
 
 
 def test_what_the_library_does_not_offload_is_not_planned():
     late = {"parallel": {"pipeline": 2, "tensor": 1, "sequence": 1}, "schedule": {"name": "pipedream"}}
     c = _candidate(1, 2, microbatches=4, schedule="pipedream")
-    assert "parameters" not in _looks(LARGE, ranks=2, batch=16, **late).kinds(c)
+    assert "parameters" not in _predictor(LARGE, ranks=2, batch=16, **late).kinds(c)
     cast = {"precision": {"dtype": "float16", "communicate": "32"}}
-    assert "gradients" not in _looks(LARGE, ranks=2, batch=16, **cast).kinds(_candidate(2, dtype="float16"))
-    assert "gradients" in _looks(LARGE, ranks=2, batch=16).kinds(_candidate(2))
+    assert "gradients" not in _predictor(LARGE, ranks=2, batch=16, **cast).kinds(_candidate(2, dtype="float16"))
+    assert "gradients" in _predictor(LARGE, ranks=2, batch=16).kinds(_candidate(2))
     muon = {"optimizer": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3}}
-    assert "optimizer" not in _looks(LARGE, ranks=2, batch=16, **muon).kinds(_candidate(2))
+    assert "optimizer" not in _predictor(LARGE, ranks=2, batch=16, **muon).kinds(_candidate(2))
 
 
 @pytest.mark.one_in(3)
@@ -688,10 +690,10 @@ def test_what_is_planned_for_a_disk_trains_with_it(zero, tmp_path):
         "data": {"name": "text", "sequence_length": 32}, "zero": zero, "batch_size": 4, "dtype": "float32",
         "gradient_accumulation": 2, "parallel": {"pipeline": 1, "tensor": 1, "sequence": 1},
     }  # fmt: skip
-    looks = search.Looks(load(fixed), 2, load_machine("laptop"), 4)
-    c = next(iter(search.Space(load(fixed), fixed, 2, 4, looks.depth, [""])))
-    kinds = [k for k in looks.kinds(c) if k != "gradients"]
-    least = looks.full(replace(c, offload=_away(kinds, "disk"))).bytes
+    predictor = Predictor(load(fixed), 2, load_machine("laptop"), 4)
+    c = next(iter(Space(load(fixed), fixed, 2, 4, predictor.depth, [""])))
+    kinds = [k for k in predictor.kinds(c) if k != "gradients"]
+    least = predictor.full(replace(c, offload=_away(kinds, "disk"))).bytes
     made = pla.plan_training(fixed, ranks=2, machine="laptop", memory=least, best=1)
     assert {place for _, place in made.best[0].candidate.offload} == {"disk"}
     assert "on a disk" in made.explain()
@@ -707,8 +709,8 @@ def test_what_a_disk_would_hold_is_what_numpy_saves(recompute):
     """The bytes of activations that imagined ranks put on a disk are those that real ranks would."""
     model = {**LARGE, "recompute": recompute}
     config = load({**GPT, "model": model, "parallel": {"data": 1}})
-    inputs = search.Inputs.of(config)
-    part = search.trace_part(config, inputs, 1, 8, node=1, target="cpu")
+    inputs = Inputs.of(config)
+    part = trace_part(config, inputs, 1, 8, node=1, target="cpu")
     with pla.launch(config) as mesh:
         real = inputs.declare(config, mesh)
         real.initialize(config.seed)

@@ -1,0 +1,397 @@
+"""Ways to train a model on so many ranks: what a configuration leaves open, as candidates of a search.
+
+A candidate is a configuration: data × pipeline × sequence × tensor ranks in all shapes, with a schedule, microbatches,
+ZeRO, recomputation and dtype where the given configuration leaves them open.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from parlinalg.errors import enumerated
+from parlinalg.grid import factorizations
+from parlinalg.schemes import for_mode
+from parlinalg.sequence import ORDERS
+from parlinalg.train.choices import LANGUAGE
+from parlinalg.train.config import (
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TensorConfig,
+    TrainingConfig,
+)
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
+"""All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
+which is another training, so that they are planned only where the configuration names one.  GPipe holds all
+microbatches, but waits for no answer from later stages: where messages take long it is faster than 1F1B."""
+RING_ORDERS = ("zigzag", *(order for order in ORDERS if order != "zigzag"))
+Offload = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to use the ranks.
+
+    Attributes
+    ----------
+    data, pipeline, sequence, ulysses : int
+        As in the configuration.
+    tensor : TensorConfig
+    zero : ZeroConfig
+    microbatches : int
+    schedule : str or None
+    chunks : int or None
+    recompute : str or None
+        As of the model.
+    dtype : str or None
+        Of `precision`.
+    experts : str or None
+        The axis that cuts the experts of a mixture, "none" for no axis; None for what the configuration gives.
+    order : str or None
+        Of the tokens on a ring; None for what the configuration gives.
+    offload : tuple of pairs of str
+        What rests elsewhere, "optimizer", "activations", "parameters" or "gradients", and where: "host" or "disk".
+    """
+
+    data: int
+    pipeline: int
+    sequence: int
+    ulysses: int
+    tensor: TensorConfig
+    zero: int
+    microbatches: int
+    schedule: str | None
+    chunks: int | None
+    recompute: str | None
+    dtype: str | None
+    experts: str | None = None
+    order: str | None = None
+    offload: Offload = ()
+
+    @property
+    def frame(self) -> Frame:
+        """Return how the ranks are used."""
+        return Frame(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
+
+    @property
+    def width(self) -> int:
+        """Ranks of one copy of a stage."""
+        return self.sequence * (self.tensor.ranks or 1)
+
+    def form(self) -> str:
+        """Return the tensor and sequence parts in a few words: "2D 4×4 × ring 2"."""
+        texts = []
+        if (t := self.tensor).mode is not None and (t.ranks or 1) > 1:
+            shape = "×".join(map(str, t.shape)) if t.shape else str(t.size)
+            how = " on k" if t.depth_on == "k" else ""
+            texts.append(f"{t.mode.upper()} {shape}{how}" + (" + sequence cuts" if t.sequence_parallel else ""))
+        if self.ulysses > 1:
+            texts.append(f"Ulysses {self.ulysses}")
+        if self.sequence > self.ulysses:
+            texts.append(f"ring {self.sequence // self.ulysses}")
+        return " × ".join(texts)
+
+    def __str__(self) -> str:
+        parts = [f"data {self.data}"] if self.data > 1 else []
+        if self.pipeline > 1:
+            chunks = f", {self.chunks} chunks" if self.chunks else ""
+            parts.append(f"pipeline {self.pipeline} ({self.schedule}{chunks})")
+        parts += [self.form()] if self.form() else []
+        text = " × ".join(parts) or "one rank"
+        options = [f"ZeRO {self.zero}"] * bool(self.zero)
+        options += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+        options += [f"recompute {self.recompute}"] * (self.recompute is not None)
+        options += [str(self.dtype)] * (self.dtype is not None)
+        options += [f"experts on {self.experts}"] * (self.experts not in (None, "none"))
+        options += [f"{self.order} order"] * (self.order not in (None, "zigzag"))
+        for place, where in (("host", "in host memory"), ("disk", "on a disk")):
+            kinds = [kind for kind, to in self.offload if to == place]
+            options += [f"{enumerated(kinds)} {where}"] * bool(kinds)
+        return ", ".join([text, *options])
+
+    def apply(self, config: TrainingConfig, batch: int) -> TrainingConfig:
+        """Return the configuration of this candidate."""
+        model = config.model
+        if model.name in LANGUAGE:
+            options = {k: v for k, v in model.options.items() if k != "recompute"}
+            options |= {"recompute": self.recompute} if self.recompute else {}
+            options |= {} if self.experts is None else {"expert_axis": self.expert_axis}
+            model = replace(model, options=options)
+        pipeline = replace(config.parallel.pipeline, size=self.pipeline)
+        parallel = ParallelConfig(
+            DataParallelConfig(self.data), pipeline if self.pipeline > 1 else PipelineConfig(),
+            replace(config.parallel.sequence, size=self.sequence, ulysses=self.ulysses), self.tensor,
+        )  # fmt: skip
+        if self.order is not None:
+            parallel = replace(parallel, sequence=replace(parallel.sequence, order=self.order))
+        offload = config.offload
+        if self.offload:
+            away: dict[str, Any] = dict(self.offload)
+            offload = replace(offload, **away)
+        schedule = None
+        if self.pipeline > 1:
+            schedule = ScheduleConfig(str(self.schedule), self.microbatches, self.chunks)
+        precision = config.precision
+        if self.dtype != precision.dtype:
+            precision = PrecisionConfig.parse("precision", self.dtype)
+        return replace(
+            config, parallel=parallel, model=model, schedule=schedule, batch_size=batch, precision=precision,
+            gradient_accumulation=1 if self.pipeline > 1 else self.microbatches,
+            zero=replace(config.zero, stage=self.zero), offload=offload,
+        )  # fmt: skip
+
+    def values(self, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
+        """Return the keys of a configuration file with this candidate's choices in place."""
+        values = {name: value for name, value in given.items() if name != "machine"}
+        parallel: dict[str, Any] = {"data": self.data}
+        if self.pipeline > 1:
+            parallel["pipeline"] = {"size": self.pipeline, **_option(given, "pipeline", "partition")}
+        if self.sequence > 1:
+            order = _option(given, "sequence", "order") if self.order is None else {"order": self.order}
+            parallel["sequence"] = {"size": self.sequence, "ulysses": self.ulysses, **order}
+        if self.tensor.mode is not None:
+            parallel["tensor"] = self.tensor.given()
+        values["parallel"] = parallel
+        values["batch_size"] = batch
+        values.pop("schedule", None)
+        values.pop("gradient_accumulation", None)
+        if self.pipeline > 1:
+            chunks = {"chunks": self.chunks} if self.chunks else {}
+            values["schedule"] = {"name": self.schedule, "microbatches": self.microbatches, **chunks}
+        elif self.microbatches > 1:
+            values["gradient_accumulation"] = self.microbatches
+        if "zero" not in given and self.zero:
+            values["zero"] = self.zero
+        if self.dtype is not None and "precision" not in given:
+            values["precision"] = self.dtype
+        if self.offload:
+            values["offload"] = dict(self.offload)
+        more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
+        if self.experts is not None:
+            more["expert_axis"] = self.expert_axis
+        if more:
+            model = given.get("model", "gpt")
+            values["model"] = {**({"name": model} if isinstance(model, str) else dict(model)), **more}
+        return values
+
+    @property
+    def expert_axis(self) -> str | None:
+        """`expert_axis` of the model."""
+        return None if self.experts == "none" else self.experts
+
+    def note(self) -> dict[str, Any]:
+        """Return the choices as what JSON can carry; `from_note` reads them."""
+        made = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**made, "tensor": self.tensor.given(), "offload": dict(self.offload)}
+
+    @classmethod
+    def from_note(cls, note: Mapping[str, Any]) -> Candidate:
+        """Return the candidate of a note.
+
+        Raises
+        ------
+        TypeError, ValueError, ConfigError
+            If it is no note of a candidate.
+        """
+        tensor = TensorConfig.parse("tensor", note.get("tensor"))
+        return cls(**{**note, "tensor": tensor, "offload": tuple(dict(note.get("offload", ())).items())})
+
+
+def _option(given: Mapping[str, Any], of: str, name: str) -> dict[str, Any]:
+    """Return an option of `parallel.pipeline` or `parallel.sequence` that is given, as a dict; else an empty one."""
+    parallel = given.get("parallel")
+    own = parallel.get(of) if isinstance(parallel, Mapping) else None
+    return {name: own[name]} if isinstance(own, Mapping) and name in own else {}
+
+
+def _tensors(config: TrainingConfig, ranks: int) -> Iterator[TensorConfig]:
+    """Yield all forms of tensor parallelism over so many ranks; forms with an axis of one rank are those of fewer
+    axes, and come up there."""
+    if ranks == 1:
+        yield TensorConfig()
+        return
+    yield TensorConfig(size=ranks, mode="1d")
+    if config.model.name in LANGUAGE:
+        yield TensorConfig(size=ranks, mode="1d", sequence_parallel=True)
+    for shape in factorizations(ranks, 2):
+        if min(shape) > 1:
+            yield TensorConfig(mode="2d", shape=tuple(shape))
+    for shape in factorizations(ranks, 3):
+        if min(shape) > 1:
+            yield TensorConfig(mode="2.5d", shape=tuple(shape))
+            yield TensorConfig(mode="2.5d", shape=tuple(shape), depth_on="k")
+            yield TensorConfig(mode="3d", shape=tuple(shape))
+
+
+def _shapes(own: TensorConfig, ranks: int) -> Iterator[TensorConfig]:
+    """Yield the shapes of a given form over so many ranks, those with axes of one rank among them."""
+    if own.depth is not None or own.mode not in ("2d", "2.5d", "3d"):
+        yield replace(own, size=ranks)
+        return
+    for shape in factorizations(ranks, 2 if own.mode == "2d" else 3):
+        yield replace(own, shape=tuple(shape))
+
+
+def mode_of(tensor: TensorConfig) -> tuple[Any, dict[str, int]]:
+    """Return the module of a form of tensor parallelism, and the sizes of its axes."""
+    module = for_mode(tensor.mode, depth_on=tensor.depth_on, sequence_parallel=tensor.sequence_parallel or None)
+    return module, dict(module.sizes(tensor.ranks or 1, tensor.shape, tensor.depth))
+
+
+@cache
+def divisors(n: int) -> list[int]:
+    """Return the numbers that divide n, ascending."""
+    return sorted({a for a, _ in factorizations(n, 2)})
+
+
+class Frame(NamedTuple):
+    """A way to use the ranks: the sizes of the mesh, and the form of tensor parallelism."""
+
+    data: int
+    pipeline: int
+    sequence: int
+    ulysses: int
+    tensor: TensorConfig
+
+
+class Space:
+    """The candidates that a configuration leaves open."""
+
+    def __init__(
+        self, config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int, depth: int,
+        dtypes: Sequence[str],
+    ) -> None:  # fmt: skip
+        parallel = given.get("parallel") or {}
+        self.parallel = dict(parallel) if isinstance(parallel, Mapping) else {}
+        self.config, self.given, self.ranks, self.batch, self.depth = config, given, ranks, batch, depth
+        self.dtypes = dtypes
+        self._numbers: dict[tuple[int, int], int] = {}
+        schedule = given.get("schedule")  # a configuration without a pipeline has none
+        self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        for frame in self.frames():
+            yield from self.steps(frame)
+
+    def __len__(self) -> int:
+        """The number of candidates; `len` of 10 million is as quick as of ten."""
+        return sum(self.count(frame) for frame in self.frames())
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the ways in which the ranks may be used."""
+        ranks, own = self.ranks, self.config.parallel
+        for pipeline in [own.pipeline.ranks] if "pipeline" in self.parallel else divisors(ranks):
+            if ranks % pipeline or pipeline > self.depth:
+                continue
+            for sequence, ulysses in self._sequences(ranks // pipeline):
+                left = ranks // pipeline // sequence
+                for data, tensor in self._data_and_tensor(left):
+                    if self.batch % data == 0:
+                        yield Frame(data, pipeline, sequence, ulysses, tensor)
+
+    def _sequences(self, ranks: int) -> Iterator[tuple[int, int]]:
+        own = self.config.parallel.sequence
+        if "sequence" in self.parallel:
+            if ranks % own.ranks == 0:
+                yield own.ranks, own.ulysses
+            return
+        yield 1, 1
+        if self.config.model.name not in LANGUAGE:
+            return
+        heads = int(self.config.model.options.get("num_attention_heads", 4))
+        for size in divisors(ranks):
+            for ulysses in divisors(size):
+                if size > 1 and ulysses <= heads:
+                    yield size, ulysses
+
+    def _data_and_tensor(self, ranks: int) -> Iterator[tuple[int, TensorConfig]]:
+        own = self.config.parallel
+        if "tensor" in self.parallel:
+            fixed = own.tensor.ranks
+            for size in [fixed] if fixed is not None else divisors(ranks):
+                if ranks % size == 0 and own.data.size in (None, ranks // size):
+                    for tensor in [own.tensor] if fixed is not None else _shapes(own.tensor, size):
+                        yield ranks // size, tensor
+            return
+        for size in divisors(ranks):
+            if own.data.size in (None, ranks // size):
+                for tensor in _tensors(self.config, size):
+                    yield ranks // size, tensor
+
+    def steps(self, frame: Frame) -> Iterator[Candidate]:
+        """Yield the candidates that use the ranks in a way."""
+        data, pipeline, sequence, ulysses, tensor = frame
+        for count in self.counts(frame):
+            for name, chunks in self._schedules(pipeline, count):
+                for zero, again, dtype, experts, order in itertools.product(
+                    self.stages(data), self.recompute, self.dtypes, self._experts(frame), self._orders(frame)
+                ):
+                    yield Candidate(
+                        data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
+                        experts, order,
+                    )  # fmt: skip
+
+    def count(self, frame: Frame) -> int:
+        """Return how many candidates use the ranks in a way."""
+        key = frame.data, frame.pipeline
+        if key not in self._numbers:
+            others = len(self.stages(frame.data)) * len(self.recompute) * len(self.dtypes)
+            schedules = sum(len(list(self._schedules(frame.pipeline, n))) for n in self.counts(frame))
+            self._numbers[key] = others * schedules
+        return self._numbers[key] * len(self._experts(frame)) * len(self._orders(frame))
+
+    def counts(self, frame: Frame) -> list[int]:
+        """Return the numbers of microbatches that split the batch evenly."""
+        each, pipeline = self.batch // frame.data, frame.pipeline
+        if "schedule" in self.given or "gradient_accumulation" in self.given:
+            count = self.config.microbatches(pipeline)
+            return [count] if each % count == 0 else []
+        return [n for n in divisors(each) if n >= pipeline or pipeline == 1]
+
+    def stages(self, data: int) -> list[int]:
+        """Return the stages of ZeRO."""
+        return [self.config.zero.stage] if "zero" in self.given else [0, 1, 2, 3] if data > 1 else [0]
+
+    @cached_property
+    def recompute(self) -> list[Any]:
+        model = self.config.model
+        open_ = model.name in LANGUAGE and "recompute" not in model.options
+        return [None, "attention", "block"] if open_ else [model.options.get("recompute")]
+
+    def _experts(self, frame: Frame) -> list[str | None]:
+        """Return the axes that may cut the experts of a model that has several; None where they are as they are."""
+        model = self.config.model
+        if "expert_axis" in model.options or int(model.options.get("num_local_experts", 1)) < 2:
+            return [None]
+        axes = ["data"] * (frame.data > 1) + ["s"] * (frame.sequence > frame.ulysses)
+        if (frame.tensor.ranks or 1) > 1:
+            axes += [axis for axis, n in mode_of(frame.tensor)[1].items() if n > 1]
+        return [*axes, "none"]
+
+    def _orders(self, frame: Frame) -> Sequence[str | None]:
+        """Return the orders of tokens; without a ring every order is the same work for all."""
+        return RING_ORDERS if frame.sequence > frame.ulysses and "sequence" not in self.parallel else (None,)
+
+    def _schedules(self, pipeline: int, count: int) -> Iterator[tuple[str | None, int | None]]:
+        if pipeline == 1:
+            yield None, None
+        elif self.schedule is not None:
+            yield self.schedule.name, self.schedule.chunks
+        else:
+            for name in SCHEDULES:
+                if name != "interleaved":
+                    if name == "chimera" and (pipeline % 2 or count < 2):
+                        continue
+                    if name != "zb-v" or 2 * pipeline <= self.depth:
+                        yield name, None
+                    continue
+                for chunks in divisors(max(1, self.depth // pipeline)):
+                    if chunks > 1 and count % pipeline == 0:
+                        yield name, chunks

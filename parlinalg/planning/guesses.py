@@ -1,0 +1,109 @@
+"""Guesses, without a trace, of how long a step takes: they order the ways to use many ranks in a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parlinalg.planning.candidates import Frame, mode_of
+from parlinalg.planning.predictor import Predictor
+from parlinalg.schemes.words import scheme_words
+from parlinalg.train.choices import LANGUAGE
+from parlinalg.train.config import TensorConfig
+from parlinalg.units import ITEMSIZE
+
+
+class Guess(NamedTuple):
+    """About what a frame takes at best, and with how many microbatches and what recomputed."""
+
+    seconds: float
+    microbatches: int
+    recompute: str | None
+
+
+class Guesses:
+    """Guesses by formulas of a step in a frame: only the order in which frames are looked at follows from them.
+
+    Of a transformer they add products at the best rate, the words of the scheme's table for each microbatch, those of
+    attention between ranks of a sequence, the pipeline's bubble, and the reduction of gradients.  Of other models they
+    are the products alone.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor, self.machine, config = predictor, predictor.machine, predictor.config
+        self.dtype = config.precision.dtype
+        self.part, flops = predictor.alone(self.dtype), predictor.linear_flops(self.dtype)
+        self.layers = max(1, predictor.depth - 2)
+        self.products = flops / predictor.ranks / self.machine.best_rate(self.dtype or config.dtype)
+        self.itemsize = ITEMSIZE.get(self.dtype or config.dtype, 4)
+        self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
+        self.length = predictor.inputs.length
+        self.kept: dict[str | None, tuple[float, float]] = {}
+        self._words: dict[TensorConfig, tuple[float, float]] = {}
+        self._byte: dict[tuple[str, int], float] = {}
+
+    def __call__(self, frame: Frame, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
+        data, pipeline, sequence, ulysses, tensor = frame
+        width, predictor = sequence * (tensor.ranks or 1), self.predictor
+        weights = (self.part.weights + self.part.gradients) / pipeline / (tensor.ranks or 1)
+        states = self.part.states / pipeline / (tensor.ranks or 1) / data
+        fixed, per_row = self._tensor(tensor)
+        each = predictor.batch / data / sequence  # rows of a step
+        layers = self.layers / pipeline
+        byte = self.byte("all_gather", width) * self.itemsize
+        attention = 0.0
+        if self.hidden:
+            own = each * self.length * self.hidden / (tensor.ranks or 1)
+            if ulysses > 1:
+                attention += 8 * own * self.byte("all_to_all", min(width, ulysses * (tensor.ranks or 1)))
+            if sequence > ulysses:
+                attention += 6 * own * (sequence // ulysses) * self.byte("send", width)
+        reduce = 2 * (self.part.gradients / pipeline / (tensor.ranks or 1)) * self.byte("all_gather", predictor.ranks)
+        best = Guess(math.inf, counts[0], recompute[0])
+        for again in recompute:
+            if again not in self.kept:
+                self.kept[again] = predictor.kept_by(again)
+            kept, output = self.kept[again]
+            more = 4 / 3 if again == "block" else 1.03 if again == "attention" else 1.0
+            for count in _few(counts, data, predictor.batch):
+                passes = max(self.products * more, 1e-12)
+                moved = layers * (count * fixed + each * per_row) * byte * more + layers * attention * self.itemsize
+                bubble = (pipeline - 1) / count
+                seconds = (passes + moved) * (1 + bubble) + (reduce if data > 1 else 0.0) * 0.5
+                flight = min(count, pipeline)
+                held = predictor.batch / data / count * layers * (kept if again != "block" else output) * flight / width
+                if held + weights + states > limit:  # behind all that seem to fit
+                    seconds *= 10 * (held + weights + states) / limit
+                if seconds < best.seconds:
+                    best = Guess(seconds, count, again)
+        return best
+
+    def _tensor(self, tensor: TensorConfig) -> tuple[float, float]:
+        """Return the words that a rank receives in a layer: of a microbatch, and of each of its rows."""
+        if tensor not in self._words:
+            self._words[tensor] = 0.0, 0.0
+            if self.hidden and (tensor.ranks or 1) > 1:
+                module, axes = mode_of(tensor)
+                at = dict.fromkeys(axes, 0)
+                found = []
+                for rows in (64, 128):
+                    words = scheme_words(module.SCHEME, (rows, self.length, self.hidden), 4 * self.hidden, axes, at)
+                    found.append(1.5 * (sum(words.values()) + words["x"] + words["w"]))
+                per_row = max(0.0, (found[1] - found[0]) / 64)
+                self._words[tensor] = max(0.0, found[0] - 64 * per_row), per_row
+        return self._words[tensor]
+
+    def byte(self, op: str, ranks: int) -> float:
+        """Return the seconds of a byte in an operation among ranks that are next to each other."""
+        if (op, ranks) not in self._byte:
+            predictor, n = self.predictor, 2 if op == "send" else ranks
+            local = max(1, min(n, predictor.node if ranks <= predictor.node or op != "send" else 1))
+            cost = self.machine.transfer(op, 1e7, n, local, predictor.node, predictor.ranks).total if ranks > 1 else 0.0
+            self._byte[op, ranks] = cost / 1e7
+        return self._byte[op, ranks]
+
+
+def _few(counts: Sequence[int], data: int, batch: int) -> Sequence[int]:
+    """Return the numbers of microbatches that are guessed with: those of a few samples a rank, and the fewest."""
+    return counts if len(counts) < 6 else [counts[0], counts[len(counts) // 2], *counts[-4:]]

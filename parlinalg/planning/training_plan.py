@@ -1,0 +1,196 @@
+"""A plan for training: the fastest ways found, and in words why others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from parlinalg.errors import ConfigError, enumerated
+from parlinalg.planning.machine import OFFLOADS, Machine
+from parlinalg.planning.predictor import Planned
+from parlinalg.units import format_bytes
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The fastest ways to train a model on so many ranks of a machine, and why others lost.
+
+    Attributes
+    ----------
+    machine : Machine
+    ranks, memory, batch : int
+        `memory` is the bytes a rank may use.
+    best : tuple of Planned
+        The fastest first.
+    lost : tuple of (str, int, str)
+        Groups of candidates that lost: what they have in common, how many they are, and why.
+    candidates : int
+        How many there are.
+    traced : int
+        How many were traced in full.
+    proven : bool
+        True if no candidate can be faster than the first, by its bound or its trace.
+    seconds : float
+        Of the search.
+    given : dict
+        The configuration that was searched.
+    language : bool
+    """
+
+    machine: Machine
+    ranks: int
+    memory: int
+    batch: int
+    best: tuple[Planned, ...]
+    lost: tuple[tuple[str, int, str], ...]
+    candidates: int
+    traced: int
+    proven: bool
+    seconds: float
+    given: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    language: bool = True
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The keys of the configuration that `parlinalg train` takes, with the best choices."""
+        return self.best[0].candidate.values(self.given, self.batch)
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write this configuration as a Python file.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be written.
+        """
+        first = self.best[0]
+        head = (
+            f'"""Planned for {self.ranks} ranks of {self.machine.name}: {first.candidate}.\n\nA step of {self.batch} '
+            f"samples is predicted to take {shown_time(first.seconds)}, and {format_bytes(first.bytes)} a rank."
+            '\n"""\n\n'
+        )
+        body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
+        try:
+            Path(path).write_text(head + body, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+    def explain(self) -> str:
+        """Return the plan as text: the best with their figures, and the others with why they lost."""
+        unit = "tokens/s" if self.language else "samples/s"
+        first = self.best[0]
+        lines = [
+            f"{self.ranks} ranks of {self.machine.name} ({self.machine.about}), {format_bytes(self.memory)} a rank, "
+            f"batches of {self.batch}",
+            f"{self.candidates} candidates, {self.traced} of them traced in full, in {self.seconds:.1f} s; "
+            + ("none can be faster than the first" if self.proven else "others may be faster than the first"),
+            "",
+        ]
+        head = ("", "step", unit, "MFU", "memory", "words", "across nodes", "bubble", "")
+        rows = [head]
+        for i, p in enumerate(self.best, 1):
+            rows.append((
+                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", shown_share(p.mfu), format_bytes(p.bytes),
+                f"{p.words:.3g}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
+            ))  # fmt: skip
+        wide = [max(len(row[k]) for row in rows) for k in range(len(head) - 1)]
+        for row in rows:
+            lines.append("  ".join([*(text.rjust(w) for text, w in zip(row, wide, strict=False)), row[-1]]).rstrip())
+        held = {**first.memory, "in host memory": first.host, "on a disk": first.disk}
+        held = {name: n for name, n in held.items() if n or name in first.memory}
+        lines += ["", "memory     " + ", ".join(f"{name} {format_bytes(n)}" for name, n in held.items())]
+        lines.append(
+            "time       " + ", ".join(f"{cause} {100 * s:.0f}%" for cause, s in list(first.causes.items())[:6])
+        )
+        lines.append(
+            f"speed      {first.throughput / self.ranks:,.{0 if first.throughput >= 100 * self.ranks else 1}f} {unit} "
+            f"and {shown_rate(first.rate)} a rank; MFU is of {shown_rate(first.rate / first.mfu)}, what large products "
+            f"reach"
+        )
+        if self.lost:
+            lines += ["", "lost"]
+            wide0 = max(len(what) for what, _, _ in self.lost)
+            lines += [f"  {what:<{wide0}}  {count:>6}  {why}" for what, count, why in self.lost]
+        return "\n".join(lines)
+
+    __str__ = explain
+
+    def why(self) -> str:
+        """Return in a line why the next best lost, or why there is none."""
+        if len(self.best) > 1:
+            other = self.best[1]
+            return f"next is {other.candidate}: {why_slower(other, self.best[0])}"
+        return "no other form can be trained" if not self.lost else f"others: {self.lost[0][2]}"
+
+
+def shown_time(seconds: float) -> str:
+    """Return seconds as text.
+
+    >>> shown_time(0.00123), shown_time(12.345), shown_time(4130)
+    ('1.23 ms', '12.3 s', '4,130 s')
+    """
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def shown_share(share: float) -> str:
+    """Return a share in percent as text.
+
+    >>> shown_share(0.413), shown_share(0.0042)
+    ('41%', '0.42%')
+    """
+    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.2g}%"
+
+
+def shown_rate(flops: float) -> str:
+    """Return operations a second as text.
+
+    >>> shown_rate(5.312e14), shown_rate(3.4e9)
+    ('531 TFLOP/s', '3.4 GFLOP/s')
+    """
+    name, unit = ("T", 1e12) if flops >= 1e12 else ("G", 1e9) if flops >= 1e9 else ("M", 1e6)
+    return f"{flops / unit:.3g} {name}FLOP/s"
+
+
+AS_FAST = 1.005
+"""Times as long as the best up to which a plan is called as fast."""
+
+
+def why_slower(other: Planned, best: Planned) -> str:
+    """Return why a candidate lost against the best, in words: what costs the most of the difference."""
+    times = other.seconds / best.seconds
+    about = "" if other.traced else "about "
+    if times < AS_FAST:
+        more = other.bytes - best.bytes
+        told = "as fast to half a percent" if other.traced or times > 0.995 else "about as fast, but not traced in full"
+        return told + (f", with {format_bytes(more)} more memory" if more > 0 else "")
+    reasons: list[tuple[float, str]] = []
+    share = sum(s for cause, s in other.causes.items() if " over " in cause) * other.seconds
+    own = sum(s for cause, s in best.causes.items() if " over " in cause) * best.seconds
+    for name, mine, theirs in (
+        ("across nodes", other.across, best.across), ("within nodes", other.within, best.within),
+    ):  # fmt: skip
+        if mine > 1.02 * theirs and share > own:
+            ratio = mine / max(1, theirs)
+            text = f"moves {ratio:.1f}× the bytes {name}" if ratio < 100 else f"moves {format_bytes(mine)} {name}"
+            reasons.append(((share - own) * (1.0 if name == "across nodes" else 0.5), text))
+    again = other.candidate.recompute
+    for cause in {**other.causes, **best.causes}:
+        more_seconds = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
+        verb = "takes" if cause == "launching" else "take"
+        why = f"{cause} {verb} {shown_time(max(0.0, more_seconds))} more"
+        if cause == "idle":
+            why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
+            if other.bubble > best.bubble:
+                why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
+        elif cause in OFFLOADS:
+            what = enumerated([kind for kind, _ in other.candidate.offload or best.candidate.offload])
+            why = f"{cause} ({what}) take {shown_time(max(0.0, more_seconds))} more"
+        elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
+            why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
+        reasons.append((more_seconds * 0.99, why))
+    return f"{about}{times:.2f}× the time: {max(reasons)[1]}"
