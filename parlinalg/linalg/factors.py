@@ -19,7 +19,7 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout, cut_lengths
+from parlinalg.layout import Layout, cut_lengths, index_of
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
 from parlinalg.linalg.cholesky import Cholesky
@@ -27,6 +27,7 @@ from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
+from parlinalg.redistribute import count
 
 if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
@@ -885,21 +886,30 @@ def solve_triangular(
 def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> DistArray:
     """Return x of op(A) x = b for few right-hand sides, which move to where A lies."""
     grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
-    cuts = layout.dims[::-1] if adjoint else layout.dims
-    b = b.redistribute(Layout(cuts[0], None))
-    x = grid.backend.empty((0, 0), a.dtype)
-    if grid.inside:
-        rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
-        pieces = triangular.pieces_at_rest(rows, columns, n)
-        down, across = (grid.comm(cut) for cut in cuts)
-        t, y = (a.block.T, b.block.conj()) if adjoint else (a.block, b.block)
-        if lower == adjoint:
-            pieces.reverse()
-        x = triangular.solved(
-            down, across, t, (rows, columns), y, pieces, lower=lower != adjoint, unit=unit, blocks=True
+    cuts, own = layout.dims[::-1] if adjoint else layout.dims, b.layout
+    there, back = Layout(cuts[0], None), Layout(cuts[1], None)
+    if not grid.inside:
+        return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid)
+    rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
+    down, across = (grid.comm(cut) for cut in cuts)
+    t, lower = a.block.T if adjoint else a.block, lower != adjoint
+    pieces = triangular.pieces_at_rest(rows, columns, n)[:: 1 if lower else -1]
+    if not own.partial and len(rows) * len(columns) == grid.size > 1:
+        every = map(grid.coords_of, range(grid.size))
+        coords = [(index_of(cuts[0], grid.sizes, at), index_of(cuts[1], grid.sizes, at)) for at in every]
+        y = b.block.conj() if adjoint else b.block
+        x = triangular.solved_in_common(
+            grid.everyone, (down, across), coords, t, (rows, columns), y, grid.block(own, b.shape), (n, sides), pieces,
+            lower=lower, unit=unit,
         )  # fmt: skip
-        x = x.conj() if adjoint else x
-    return DistArray(x, (n, sides), Layout(cuts[1], None), grid)
+        if x is not None:
+            for src, dst in ((own, there), (back, own)):
+                count(src, dst, b.shape, grid, a.dtype)
+            return DistArray(x.conj() if adjoint else x, b.shape, own, grid)
+    b = b.redistribute(there)
+    y = b.block.conj() if adjoint else b.block
+    x = triangular.solved(down, across, t, (rows, columns), y, pieces, lower=lower, unit=unit, blocks=True)
+    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid)
 
 
 def _diagonal(a: DistArray) -> tuple[bool, int]:
