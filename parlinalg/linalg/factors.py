@@ -175,10 +175,14 @@ class Identity(NamedTuple):
 
 
 class LUFactor(Factor):
-    """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`."""
+    """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`.
+
+    With `spent` A and b, which are finite, are not needed any more: they have no elements after it.
+    """
 
     def __init__(
-        self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None
+        self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
+        spent: bool = False,
     ) -> None:  # fmt: skip
         a = _matrix(a, "lu_factor")
         super().__init__(a)
@@ -197,11 +201,15 @@ class LUFactor(Factor):
             t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
         else:
             t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
+        if spent:
+            a.adopt(a.block[:0].copy())
         if b is not None:
             if isinstance(b, Identity):
                 sides = b.tiles(tiles, more, a.dtype)
             else:
                 sides = tiles.bring(b, tiles.rows(m), more)
+                if spent:
+                    b.adopt(b.block[:0].copy())
             sides = tiles.layered(sides, more)
             if tiles.D == 1 and self.grid.inside:
                 t[:, t.shape[1] - width :] = sides
@@ -399,6 +407,14 @@ class QRFactor(Factor):
         mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
         return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
 
+    def given_up_r(self) -> Any:
+        """Return this rank's tiles of R, which the factorization has no longer."""
+        r = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
+        r = r.copy() if 2 * len(r) <= len(self._work.a) else r
+        self._work.a = self._work.a[:0].copy()
+        self.__dict__.pop("_r", None)
+        return r
+
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
         return self._q(columns)
@@ -435,9 +451,10 @@ class QRFactor(Factor):
         if not self.grid.backend.values:
             least = most = 1.0
         elif self.grid.inside and self._r.size:
-            sizes = abs(self._r[:, : len(self.columns[self.tiles.j])])
-            diagonal = abs(self._diagonal()[1])
-            least, most = float(diagonal.min()) if diagonal.size else least, float(sizes.max()) if sizes.size else most
+            r, diagonal = self._r[:, : len(self.columns[self.tiles.j])], abs(self._diagonal()[1])
+            least = float(diagonal.min()) if diagonal.size else least
+            for start in range(0, len(r) if r.size else 0, self.tiles.size):  # little is held beside R
+                most = float(np.maximum(most, float(abs(r[start : start + self.tiles.size]).max())))  # or a NaN
             if not math.isfinite(most):
                 least = most = 0.0
         less, most = self.tiles.worst([-least, most])
