@@ -6,6 +6,7 @@ Nothing here imports MPI: the scripts start the ranks of every piece they compar
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
@@ -27,6 +29,7 @@ ROOT = BENCH.parent
 BUSY = 0.05
 """The share of the cores that may be in use by others when a measurement begins."""
 LAUNCHER_VARIABLES = ("PMI", "OMPI_", "PRTE_", "HYDRA")
+GROUPS = Path("/sys/fs/cgroup")
 
 
 class Unavailable(Exception):
@@ -82,6 +85,7 @@ def machine() -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "cores": cores(),
         **{name: size for name, size in caches.items() if size},
+        "ranks_in_one_scheduling_group": in_one_group(),
         "memory_gib": round(int(memory) / 2**20, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -124,13 +128,73 @@ def environment(ranks: int = 1, extra: Mapping[str, str] | None = None) -> dict[
     return env
 
 
+def group_folder(name: str) -> Path:
+    """Return the folder of a control group of processors: of version 1 of control groups, or of version 2."""
+    first = GROUPS / "cpu"
+    return (first if first.is_dir() else GROUPS) / name
+
+
+def make_group(name: str, sessions: int) -> None:
+    """Make a control group of processors, with the weight of so many sessions, where this is possible.
+
+    Linux puts each session into a scheduling group of its own (sched(7), autogroup), and Hydra starts each rank in a
+    session.  A rank that waits yields its core, but only to ranks of its group: a rank alone in its group keeps the
+    core until the clock's next tick.  In one control group all ranks yield to each other, as under batch systems.
+    """
+    group = group_folder(name)
+    with suppress(OSError):
+        group.mkdir()
+        if (shares := group / "cpu.shares").exists():
+            shares.write_text(str(1024 * sessions))
+        else:
+            (GROUPS / "cgroup.subtree_control").write_text("+cpu")
+            (group / "cpu.weight").write_text(str(min(10_000, 100 * sessions)))
+
+
+def remove_group(name: str) -> None:
+    """Remove a control group; leave it if it is not there or a process of it has not ended."""
+    with suppress(OSError):
+        group_folder(name).rmdir()
+
+
+def joined(name: str, command: Sequence[str]) -> list[str]:
+    """Return a command that runs another one in a control group, if the group is there."""
+    group = group_folder(name)
+    return [*(["sh", "-c", 'echo $$ >"$0/cgroup.procs"; exec "$@"', str(group)] if group.is_dir() else []), *command]
+
+
+@cache
+def own_group() -> str:
+    """Return the name of the control group of all that this process runs, which goes as this process ends.
+
+    None is made where sessions are not apart in any case.
+    """
+    name = f"parlinalg{os.getpid()}"
+    if sessions_apart():
+        make_group(name, cores())
+        atexit.register(remove_group, name)
+    return name
+
+
+def sessions_apart() -> bool:
+    """Return True if Linux gives each session of this process a scheduling group of its own."""
+    here = [line.split(":", 2)[1:] for line in _read("/proc/self/cgroup").splitlines()]
+    grouped = any(path != "/" for names, path in here if names == "" or "cpu" in names.split(","))
+    return _read("/proc/sys/kernel/sched_autogroup_enabled") == "1" and not grouped
+
+
+def in_one_group() -> bool:
+    """Return True if all ranks of a piece that `ran` runs are in one scheduling group."""
+    return group_folder(own_group()).is_dir() or not sessions_apart()
+
+
 def run(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) -> Any:
     """Run a piece as `ran` does, and return what it tells: JSON on the last line of its output."""
     return json.loads(ran(command, env, timeout).strip().splitlines()[-1])
 
 
 def ran(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) -> str:
-    """Run a command in a session of its own, and return its output.
+    """Run a command in a session of its own, all ranks in one control group if possible, and return its output.
 
     Raises
     ------
@@ -138,7 +202,9 @@ def ran(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) ->
         If it fails or takes longer than `timeout` seconds; its processes are ended.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes, text=True, env=dict(env), start_new_session=True) as process:
+    with subprocess.Popen(
+        joined(own_group(), command), **pipes, text=True, env=dict(env), start_new_session=True
+    ) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -90,6 +90,14 @@ def start(
     return Move(_ordered(block, src, dst, shape, grid, False, owned, order, grid.ticket()))
 
 
+def count(src: Layout, dst: Layout, shape: Shape, grid: Grid, dtype: Any) -> None:
+    """Enter a change of layout that is made through common memory in the ledger, as that of `redistribute`."""
+    for step in moves(src, dst, grid.sizes) if math.prod(shape) else ():
+        if step.op not in ("mask", "embed", "slice"):
+            op = "all_to_all" if step.op == "exchange" else step.op
+            grid.comm(step.axes).count(op, step.words(shape, grid.sizes, grid.coords), dtype.itemsize)
+
+
 def _ordered(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order, tag: int
 ) -> Work:

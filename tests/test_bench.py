@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -243,6 +244,22 @@ def test_a_piece_that_fails_or_hangs_is_an_error(harness) -> None:
         harness.run([sys.executable, "-c", "raise SystemExit(3)"], harness.environment())
     with pytest.raises(RuntimeError, match="longer than 1 s"):
         harness.run([sys.executable, "-c", "import time; time.sleep(60)"], harness.environment(), timeout=1)
+
+
+def test_ranks_yield_to_each_other(harness) -> None:
+    """All that a benchmark runs is in one control group, which goes with the benchmark."""
+    if not harness.in_one_group():
+        pytest.skip("cannot be had here: control groups of processors")
+    ran = "import harness; print(harness.ran(['cat', '/proc/self/cgroup'], {}))"
+    program = f"{ran}; print(harness.group_folder(harness.own_group()), harness.in_one_group())"
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=harness.environment(), check=True
+    ).stdout.split()
+    group, one = Path(told[-2]), told[-1]
+    assert one == "True"
+    made = any(line.endswith(f"/{group.name}") for line in told[:-2])
+    assert made or not harness.sessions_apart()
+    assert not group.exists()
 
 
 @pytest.mark.parametrize(

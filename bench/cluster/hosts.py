@@ -13,10 +13,9 @@ With --cut the link of a host goes down as soon as the program has made FILE, wh
 left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut (Hydra's own
 proxy aside, which may wait for its launcher until TCP gives up), and at last mpiexec; null where they did not end.
 
-The hosts share this machine's cores, and a rank that waits polls, yielding its core between two looks.  Linux puts each
-session into a scheduling group of its own (sched(7), autogroup), and Hydra starts each host's ranks in a session; a
-yield passes the core on within a group only, so that a waiting rank held it to the clock's next tick.  So all processes
-of a cluster are in one control group NAME, where control groups of processors can be made.
+The hosts share this machine's cores, and a rank that waits polls, yielding its core between two looks.  All processes
+of a cluster are in one control group NAME, where control groups of processors can be made, so that ranks yield to those
+of other hosts too (`harness.make_group`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ sys.path.insert(0, str(HERE.parent))
 import harness  # noqa: E402
 
 MOST = 200  # hosts on one /24
-GROUPS = Path("/sys/fs/cgroup")
 
 
 class Cluster:
@@ -59,7 +57,7 @@ class Cluster:
         """Make the hosts; what is left of a cluster of this name goes first."""
         self.down()
         net = free_net()
-        self._make_group()
+        harness.make_group(self.name, self.hosts)
         try:
             ip("link", "add", self.bridge, "mtu", str(mtu), "type", "bridge")
             ip("addr", "add", f"{net}.254/24", "dev", self.bridge)
@@ -83,22 +81,6 @@ class Cluster:
             command("tc", "-n", host, "qdisc", "add", "dev", "e0", *shape)
             command("tc", "qdisc", "add", "dev", link, *shape)
 
-    @property
-    def group(self) -> Path:
-        """The control group of all processes on the hosts: of version 1, or of version 2."""
-        first = GROUPS / "cpu"
-        return (first if first.is_dir() else GROUPS) / self.name
-
-    def _make_group(self) -> None:
-        """Make the control group, with the weight of as many sessions as there are hosts, where this is possible."""
-        with suppress(OSError):
-            self.group.mkdir()
-            if (shares := self.group / "cpu.shares").exists():
-                shares.write_text(str(1024 * self.hosts))
-            else:
-                (GROUPS / "cgroup.subtree_control").write_text("+cpu")
-                (self.group / "cpu.weight").write_text(str(min(10_000, 100 * self.hosts)))
-
     def down(self) -> None:
         """Remove all that `up` makes, whatever part of it is there."""
         here = {entry["name"] for entry in json.loads(ip("-j", "netns", "list") or "[]")}
@@ -108,8 +90,7 @@ class Cluster:
         for link in json.loads(ip("-j", "link", "show")):
             if link["ifname"] == self.bridge or link["ifname"].removeprefix(f"{self.name}v").isdigit():
                 subprocess.run(["ip", "link", "del", link["ifname"]], capture_output=True, check=False)
-        with suppress(OSError):  # there is none, or a process has not ended
-            self.group.rmdir()
+        harness.remove_group(self.name)
 
     @property
     def net(self) -> str:
@@ -129,8 +110,8 @@ class Cluster:
     def run(self, program: Sequence[str], per_host: int, timeout: float, cut: int = 0, when: str = "") -> int:
         """Run a program across the hosts and return its exit code, 124 when the time is up."""
         env = {**os.environ, "PARLINALG_CLUSTER": self.name, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
-        joined = ["sh", "-c", 'echo $$ >"$0/cgroup.procs"; exec "$@"', str(self.group)] if self.group.is_dir() else []
-        process = subprocess.Popen([*joined, *self.mpiexec(program, per_host)], env=env, start_new_session=True)
+        command = harness.joined(self.name, self.mpiexec(program, per_host))
+        process = subprocess.Popen(command, env=env, start_new_session=True)
         try:
             if cut:
                 took, start = self._cut(cut, Path(when), time.monotonic() + timeout)

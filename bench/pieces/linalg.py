@@ -2,9 +2,9 @@
 
 LAPACK (by SciPy) in one process; parlinalg and Heat under mpiexec; Dask with one thread a rank (`BENCH_WORKERS`).  `qr`
 makes Q and R, `solve`, `triangular` and `lstsq` have 16 right-hand sides, `eigh` and `svd` make vectors, and `cg` is
-one of 20 iterations.  Each repeat is from a barrier to the last rank's end, from arrays at rest to arrays at rest.
-After each repeat of `cg` all ranks read their parts of the matrix once, as a product with a vector (`gemv`) and as one
-long sum of squares (`read`), in seconds.
+one of 20 iterations.  A repeat takes from a barrier to a rank's end, the longest time of all ranks, as ScaLAPACK's
+does, from arrays at rest to arrays at rest.  After each repeat of `cg` all ranks read their parts of the matrix once,
+as a product with a vector (`gemv`) and as one long sum of squares (`read`), in seconds.
 
 With `memory` nothing is timed.  The memory of a rank is the most that it holds in a run, above what it held before its
 arrays were made, over the bytes of its blocks of the arrays that go in and come out; memory that ranks have in common
@@ -216,9 +216,9 @@ def main() -> None:
         barrier()
         start = time.perf_counter()
         found = action()
-        barrier()
+        took = max(gather(time.perf_counter() - start))
         del found
-        return time.perf_counter() - start
+        return took
 
     seconds: list[float] = []
     limits: dict[str, list[float]] = {}

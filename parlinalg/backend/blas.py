@@ -311,7 +311,10 @@ def add_from_both_sides(below: Any, right: Any, a: Any, corner: tuple[int, int],
 def _both_sides(
     a: Any, top: int, left: int, x: Any, z: Any, below: Any, right: Any, triangle: bool
 ) -> None:  # fmt: skip
-    """Add A x to `below` and zᵀ A to `right`, of four rows at once; A is strictly lower triangular, or a rectangle."""
+    """Add A x to `below` and zᵀ A to `right`, of four rows at once; A is a rectangle.
+
+    Or A x of a symmetric matrix to `below`, which is `right`; its lower triangle is read.
+    """
     m, zero = len(z), x.dtype.type(0)
     for turn in range((m + 3) // 4):
         i = 4 * turn
@@ -338,6 +341,8 @@ def _both_sides(
             for j in range(n if end == i + 4 else 0, k if triangle else n):
                 below[k] += row[j] * x[j]
                 right[j] += row[j] * z[k]
+            if triangle:
+                below[k] += row[k] * x[k]
 
 
 def has_hermitian(dtype: np.dtype[Any]) -> bool:
@@ -355,7 +360,6 @@ def add_hermitian(y: np.ndarray, a: np.ndarray, top: int, x: np.ndarray) -> None
     rest = a[top:, top:]
     if a.flags.c_contiguous and _threads() == 1 and compiled.ready(a, y, x):
         _both_sides(a, top, top, x, x, y, y, True)
-        y += np.diagonal(rest) * x
         return
     one = _number(a.dtype, 1)
     _cblas("hemv" if a.dtype.kind == "c" else "symv", a.dtype)(

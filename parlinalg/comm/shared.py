@@ -41,6 +41,8 @@ class Common:
     in_use: bool = field(default=False)
     crowded: bool | None = None
     """True if ranks outnumber cores on all ranks' word; None before they are asked."""
+    turn: int = 0
+    """How often the ranks have met by the counters with which the memory begins (`meet`)."""
 
 
 class ImaginedMemory:
@@ -54,11 +56,11 @@ class ImaginedMemory:
         return self.size
 
 
-def _array(memory: mmap.mmap | ImaginedMemory, dtype: Any, n: int) -> Any:
-    """Return the first n elements of common memory."""
+def _array(memory: mmap.mmap | ImaginedMemory, dtype: Any, n: int, start: int = 0) -> Any:
+    """Return n elements of common memory, which begin at byte number `start`."""
     if isinstance(memory, ImaginedMemory):
         return ShapeArray(memory.device, n, dtype, counted=False)
-    return np.frombuffer(memory, dtype, n)
+    return np.frombuffer(memory, dtype, n, start)
 
 
 @contextmanager
@@ -69,24 +71,40 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
     makes them visible.  No rank may write before all have entered, which entering waits for, nor keep a view of it.
     """
     held = _held(comm)
-    size = math.prod(shape) * np.dtype(dtype).itemsize
+    size, head = math.prod(shape) * np.dtype(dtype).itemsize, 8 * Meeting.SPREAD * comm.size
     if held is None or held.in_use or not tunables.SHARED_BYTES <= size < held.refused:
         yield None
         return
-    if held.memory is None or len(held.memory) < size:
-        held.memory = None
-        held.memory = _made(comm, size, size if comm.rank == 0 else 0)
+    if held.memory is None or len(held.memory) < head + size:
+        held.memory, held.turn = None, 0
+        held.memory = _made(comm, head + size, head + size if comm.rank == 0 else 0)
         if held.memory is None:
             held.refused = size
             yield None
             return
     else:
-        comm.barrier()  # the others may still read what was there
+        meet(comm)  # the others may still read what was there
     held.in_use = True
     try:
-        yield _array(held.memory, dtype, math.prod(shape)).reshape(shape)
+        yield _array(held.memory, dtype, math.prod(shape), head).reshape(shape)
     finally:
         held.in_use = False
+
+
+def meet(comm: Comm) -> None:
+    """Return when all ranks of a communicator that has common memory have called it.
+
+    Where ranks outnumber cores, by counters in that memory: a rank that waits looks at them and yields its core, while
+    the rounds of messages of MPI's barrier need a turn each.
+    """
+    held = comm.shared
+    if not (ORDERED and held is not None and isinstance(held.memory, mmap.mmap) and _crowded(comm)):
+        comm.barrier()
+        return
+    held.turn += 1
+    counters = memoryview(held.memory)[: 8 * comm.size * Meeting.SPREAD].cast("q")[:: Meeting.SPREAD]
+    counters[comm.rank] = turn = held.turn
+    comm.attend(lambda: min(counters) >= turn)
 
 
 class Meeting:
@@ -109,7 +127,7 @@ class Meeting:
         if counters is not None and ORDERED and _crowded(comm):
             counters[comm.rank * self.SPREAD] = 0
             self._counters = memoryview(counters)[: comm.size * self.SPREAD : self.SPREAD]
-            comm.barrier()
+            meet(comm)
 
     def wait(self) -> None:
         """Return when all ranks have called it."""
@@ -146,7 +164,7 @@ class Passing:
         if ORDERED:
             counters[comm.rank * Meeting.SPREAD] = 0
             self._counters = memoryview(counters)[: comm.size * Meeting.SPREAD : Meeting.SPREAD]
-            comm.barrier()
+            meet(comm)
 
     def room(self, number: int, mine: bool) -> None:
         """Return when this rank may write a block, if it is its own, in the place number % places.

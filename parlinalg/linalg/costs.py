@@ -586,7 +586,7 @@ def orthogonal(costs: Costs, layout: Layout, shape: tuple[int, int], columns: in
 
 def lstsq(
     costs: Costs, layout: Layout, shape: tuple[int, int], sides: int, sides_layout: Layout, *, values: Deal,
-    alone: bool = True, trees: Collection[int] = (), sound: bool = True, workers: Deal | None = None,
+    alone: bool = True, trees: Collection[int] = (), sound: bool = True,
 ) -> Costs:  # fmt: skip
     """Add what `lstsq` receives of a matrix of full rank for right-hand sides [m, sides].
 
@@ -595,11 +595,11 @@ def lstsq(
     Parameters
     ----------
     values : Deal
-        How the tiles of the reduction of R are dealt.
+        How the tiles of the reduction of R of a tall matrix are dealt, if all ranks find its singular values.
     alone : bool
         Of a tall matrix one rank finds the singular values (`planner.by_one`).
-    trees, sound, workers : optional
-        As of `qr`, by the Gram matrix of a tall matrix, and of `bidiagonal`, for values alone.
+    trees, sound : optional
+        As of `qr`, by the Gram matrix of a tall matrix.
     """
     deal, (m, n) = costs.deal, shape
     wide, k, own = m < n, min(shape), Layout(*sides_layout.dims)
@@ -615,19 +615,20 @@ def lstsq(
         if alone:
             costs.broadcast("singular values", costs.everyone, n, 0)
         else:
-            _singular_values(costs, layout, n, values, workers)
+            bidiagonal(costs.turned(values), layout, (n, n), keep=False)
+            _rank(costs, layout)
     else:
         turned, (high, low) = (Layout(*layout.dims[::-1]), (n, m)) if wide else (layout, shape)
-        rows, columns = deal.rows(high), deal.columns(low)
+        rows = deal.rows(high)
         riding = 0 if wide else sides
         qr_factor(costs, turned, (high, low), trees=trees, extra=riding, extra_layout=None if wide else own)
         if wide:
             costs.agree(1)
         tops = [x[x < k] for x in rows]
-        costs.home(turned, (k, k), tops, columns)
         if k:
             costs.agree(2)
-            _singular_values(costs, turned, k, values, workers)
+            bidiagonal(costs, None, (k, k), keep=False)
+            _rank(costs, turned)
         more = deal.columns(sides) if wide else [x[x >= low] - low for x in deal.columns(low + sides)]
         if wide:
             costs.bring(own, (m, sides), tops, more)
@@ -647,9 +648,8 @@ def lstsq(
     return costs
 
 
-def _singular_values(costs: Costs, layout: Layout, n: int, deal: Deal, workers: Deal | None) -> None:
-    """Add what the singular values of R [n, n] and their number above a limit receive."""
-    bidiagonal(costs.turned(deal), layout, (n, n), workers, keep=False)
+def _rank(costs: Costs, layout: Layout) -> None:
+    """Add what the number of singular values above a limit receives; they lie as the columns of a matrix."""
     for size in (2, 1):  # the largest one, with whether it is a number, and how many count
         costs.sum_of("rank", layout.dims[1], (), size)
 
@@ -762,17 +762,19 @@ def _from_rows(costs: Costs, n: int, wanted: int) -> None:
 
 
 def bidiagonal(
-    costs: Costs, layout: Layout, shape: tuple[int, int], workers: Deal | None = None, *, keep: bool = True
+    costs: Costs, layout: Layout | None, shape: tuple[int, int], workers: Deal | None = None, *, keep: bool = True
 ) -> Costs:  # fmt: skip
     """Add what `svd` receives to make a matrix [m, n], m ≥ n, bidiagonal: four all-reduces a column.
 
-    `workers` and `keep` are those of `tridiagonal`.
+    Without a layout the matrix lies in tiles already.  `workers` and `keep` are those of `tridiagonal`; without `keep`
+    all ranks work.
     """
     m, n = shape
     deal = costs.deal if workers is None else workers
     place, ranks = costs.everyone.place, deal.R * deal.C
     want = deal.spread(deal.rows(m), deal.columns(n), len(place))
-    costs.trip(TO_WORK, resting(layout, shape, costs.deal.sizes)[0], want)
+    if layout is not None:
+        costs.trip(TO_WORK, resting(layout, shape, costs.deal.sizes)[0], want)
     costs.agree(2)
     group, who = Group(costs.everyone.axes, ranks, place), place < ranks
     name = "columns, rows and products of the reduction"

@@ -150,25 +150,31 @@ class Tridiagonal(Reduction):
         both, tau = xp.zeros((2 * b, m), dtype), xp.zeros(b, dtype)  # v and w of each column, one in a row
         mine, term = share(0, m, lent.comm), xp.empty(m + 2 * b + 1, dtype)
         counts = [(m * (p + 1) // lent.comm.size) - m * p // lent.comm.size for p in range(lent.comm.size)]
-        part, x = both[:, mine], columns[0]
+        x, fast, scalars = columns[0], compiled.ready(both, term, tau), xp.empty(2, dtype)
         for q in range(b):
             j, old = k + q, 2 * q
             self.d[j] = x[at[j]].real
             if j == self.n - 1:
                 break
-            done, after = at[k : j + 1], at[j + 1]
-            x[done] = 0
-            v = both[old]
-            v[:], tau[q], self.e[j] = reflector(x, after)
-            own = v[mine]
-            y, size = term[:m], m + old + 1
+            done, after, v, y, size = at[k : j + 1], int(at[j + 1]), both[old], term[:m], m + old + 1
+            if fast and _reflector_loop(x, done, after, v, scalars):
+                tau[q], self.e[j] = scalars
+            else:
+                x[done] = 0
+                v[:], tau[q], self.e[j] = reflector(x, after)
             half.times(v, y)
-            term[m : size - 1] = (part[:old] @ own.conj()).conj()
-            term[size - 1] = np.vdot(v, y)
+            if fast:
+                _inner_loop(both, old, mine.start, mine.stop, term)
+            else:
+                term[m : size - 1] = (both[:old, mine] @ v[mine].conj()).conj()
+                term[size - 1] = np.vdot(v, y)
             found = lent.total(term[:size])
             pair = xp.empty((mine.stop - mine.start, 1 + (q + 1 < b)), dtype)
             _columns(pair, found, both[: old + 1], columns[q + 1 : q + 2], mine.start, after, tau[q])
             whole = lent.gather(pair, counts)
+            if fast:
+                _parted_loop(whole, both[old + 1], x, done)
+                continue
             both[old + 1] = whole[:, 0]
             if q + 1 < b:
                 x = whole[:, 1].copy()
@@ -182,6 +188,54 @@ class Tridiagonal(Reduction):
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
         self._kept.times(self.tiles, z)
+
+
+@compiled.loop(sums=True)
+def _reflector_loop(x: Any, done: Any, after: int, v: Any, scalars: Any) -> bool:
+    """Set v, and tau and beta in `scalars`, to those of `reflector` of x with zeros at `done`, if squares allow it."""
+    for i in done:
+        x[i] = 0
+    alpha = x[after]
+    x[after] = 0
+    square = x.dtype.type(0)
+    for j in range(len(x)):
+        square += x[j] * x[j]
+    x[after] = alpha
+    if not TINY < square < 1 / TINY:
+        return False
+    beta = x.dtype.type(-math.copysign(math.sqrt(square + alpha * alpha), alpha))
+    for j in range(len(x)):
+        v[j] = x[j] / (alpha - beta)
+    v[after] = 1
+    scalars[0], scalars[1] = (beta - alpha) / beta, beta
+    return True
+
+
+@compiled.loop(sums=True)
+def _inner_loop(both: Any, old: int, start: int, stop: int, term: Any) -> None:
+    """Put this rank's terms of products with v, row number `old`, behind A v: those of the rows before, and A v's."""
+    m = both.shape[1]
+    for i in range(old):
+        part = both.dtype.type(0)
+        for j in range(start, stop):
+            part += both[i, j] * both[old, j]
+        term[m + i] = part
+    part = both.dtype.type(0)
+    for j in range(m):
+        part += both[old, j] * term[j]
+    term[m + old] = part
+
+
+@compiled.loop()
+def _parted_loop(whole: Any, w: Any, x: Any, done: Any) -> None:
+    """Part gathered columns into w, with zeros at `done`, and x."""
+    for j in range(len(w)):
+        w[j] = whole[j, 0]
+    for i in done:
+        w[i] = 0
+    if whole.shape[1] > 1:
+        for j in range(len(x)):
+            x[j] = whole[j, 1]
 
 
 def _columns(

@@ -19,7 +19,7 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout, cut_lengths
+from parlinalg.layout import Layout, cut_lengths, index_of
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
 from parlinalg.linalg.cholesky import Cholesky
@@ -27,6 +27,7 @@ from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
+from parlinalg.redistribute import count
 
 if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
@@ -174,10 +175,14 @@ class Identity(NamedTuple):
 
 
 class LUFactor(Factor):
-    """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`."""
+    """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`.
+
+    With `spent` A and b, which are finite, are not needed any more: they have no elements after it.
+    """
 
     def __init__(
-        self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None
+        self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
+        spent: bool = False,
     ) -> None:  # fmt: skip
         a = _matrix(a, "lu_factor")
         super().__init__(a)
@@ -196,11 +201,15 @@ class LUFactor(Factor):
             t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
         else:
             t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
+        if spent:
+            a.adopt(a.block[:0].copy())
         if b is not None:
             if isinstance(b, Identity):
                 sides = b.tiles(tiles, more, a.dtype)
             else:
                 sides = tiles.bring(b, tiles.rows(m), more)
+                if spent:
+                    b.adopt(b.block[:0].copy())
             sides = tiles.layered(sides, more)
             if tiles.D == 1 and self.grid.inside:
                 t[:, t.shape[1] - width :] = sides
@@ -398,6 +407,14 @@ class QRFactor(Factor):
         mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
         return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
 
+    def given_up_r(self) -> Any:
+        """Return this rank's tiles of R, which the factorization has no longer."""
+        r = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
+        r = r.copy() if 2 * len(r) <= len(self._work.a) else r
+        self._work.a = self._work.a[:0].copy()
+        self.__dict__.pop("_r", None)
+        return r
+
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
         return self._q(columns)
@@ -434,9 +451,10 @@ class QRFactor(Factor):
         if not self.grid.backend.values:
             least = most = 1.0
         elif self.grid.inside and self._r.size:
-            sizes = abs(self._r[:, : len(self.columns[self.tiles.j])])
-            diagonal = abs(self._diagonal()[1])
-            least, most = float(diagonal.min()) if diagonal.size else least, float(sizes.max()) if sizes.size else most
+            r, diagonal = self._r[:, : len(self.columns[self.tiles.j])], abs(self._diagonal()[1])
+            least = float(diagonal.min()) if diagonal.size else least
+            for start in range(0, len(r) if r.size else 0, self.tiles.size):  # little is held beside R
+                most = float(np.maximum(most, float(abs(r[start : start + self.tiles.size]).max())))  # or a NaN
             if not math.isfinite(most):
                 least = most = 0.0
         less, most = self.tiles.worst([-least, most])
@@ -885,21 +903,30 @@ def solve_triangular(
 def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> DistArray:
     """Return x of op(A) x = b for few right-hand sides, which move to where A lies."""
     grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
-    cuts = layout.dims[::-1] if adjoint else layout.dims
-    b = b.redistribute(Layout(cuts[0], None))
-    x = grid.backend.empty((0, 0), a.dtype)
-    if grid.inside:
-        rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
-        pieces = triangular.pieces_at_rest(rows, columns, n)
-        down, across = (grid.comm(cut) for cut in cuts)
-        t, y = (a.block.T, b.block.conj()) if adjoint else (a.block, b.block)
-        if lower == adjoint:
-            pieces.reverse()
-        x = triangular.solved(
-            down, across, t, (rows, columns), y, pieces, lower=lower != adjoint, unit=unit, blocks=True
+    cuts, own = layout.dims[::-1] if adjoint else layout.dims, b.layout
+    there, back = Layout(cuts[0], None), Layout(cuts[1], None)
+    if not grid.inside:
+        return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid)
+    rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
+    down, across = (grid.comm(cut) for cut in cuts)
+    t, lower = a.block.T if adjoint else a.block, lower != adjoint
+    pieces = triangular.pieces_at_rest(rows, columns, n)[:: 1 if lower else -1]
+    if not own.partial and len(rows) * len(columns) == grid.size > 1:
+        every = map(grid.coords_of, range(grid.size))
+        coords = [(index_of(cuts[0], grid.sizes, at), index_of(cuts[1], grid.sizes, at)) for at in every]
+        y = b.block.conj() if adjoint else b.block
+        x = triangular.solved_in_common(
+            grid.everyone, (down, across), coords, t, (rows, columns), y, grid.block(own, b.shape), (n, sides), pieces,
+            lower=lower, unit=unit,
         )  # fmt: skip
-        x = x.conj() if adjoint else x
-    return DistArray(x, (n, sides), Layout(cuts[1], None), grid)
+        if x is not None:
+            for src, dst in ((own, there), (back, own)):
+                count(src, dst, b.shape, grid, a.dtype)
+            return DistArray(x.conj() if adjoint else x, b.shape, own, grid)
+    b = b.redistribute(there)
+    y = b.block.conj() if adjoint else b.block
+    x = triangular.solved(down, across, t, (rows, columns), y, pieces, lower=lower, unit=unit, blocks=True)
+    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid)
 
 
 def _diagonal(a: DistArray) -> tuple[bool, int]:

@@ -35,7 +35,16 @@ from parlinalg.linalg.factors import (
 from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
-from parlinalg.linalg.spectral import _assumed_rank, _counted, _inverse, _limit, svd, svdvals, values_of
+from parlinalg.linalg.spectral import (
+    _assumed_rank,
+    _counted,
+    _inverse,
+    _limit,
+    svd,
+    svdvals,
+    values_of,
+    values_of_triangle,
+)
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]
@@ -203,10 +212,10 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     least, most = factor.extremes() if k else (0.0, 0.0)
     if not k or _maybe_full(a.grid, least, most, limit):
         x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
-        held = [factor.R]
-        if not keep:  # the singular values need the memory
-            del factor
-        s = values_of(held, "lstsq") if k else zeros((0,), dtype=a.real.dtype, grid=a.grid)
+        if not k:
+            s = zeros((0,), dtype=a.real.dtype, grid=a.grid)
+        else:
+            s = values_of([factor.R], "lstsq") if keep else values_of_triangle(factor, "lstsq")
         rank = _counted((s > _limit(a, s, limit, 0)).sum(), k) if k else 0
         if rank == k:
             return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R) if keep else ()

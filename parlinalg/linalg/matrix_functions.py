@@ -12,6 +12,7 @@ from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
 from parlinalg.backend import shape_solver
 from parlinalg.backend.shapes import has_values
+from parlinalg.layout import cut_lengths
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import (
     LinAlgError,
@@ -29,6 +30,7 @@ from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.spectral import _counted, eigh, svd
 from parlinalg.matmul import matmul
+from parlinalg.matmul.assign import assign
 
 # ------------------------------------------------------------------------------------------------ exponential
 #: By the degree of the Padé approximant the largest norm for which it is as accurate as float64.
@@ -82,7 +84,7 @@ def expm(x: DistArray, /) -> DistArray:
         powers.append(matmul(powers[1], powers[1], layout=layout))
     odd, even = _pade(a, powers, degree, 2.0**-squarings)
     _combine([(odd, [-1, 1]), (even, [1, 1])], [odd, even])
-    factor = LUFactor(odd, b=even)
+    factor = LUFactor(odd, b=even, spent=True)
     del odd, even
     found = factor.carried(a)
     del factor
@@ -110,16 +112,33 @@ def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[
     else:
         inner = powers[0].copy()
         _combine([(inner, b[9::2])], powers)
-        odd = matmul(powers[2], inner, layout=layout)
+        odd = _times(powers[2], inner)
         del inner
         _combine([(odd, [*b[3:9:2], 1])], [*powers, odd])
         _combine([(powers[0], b[8::2]), (powers[1], b[2:8:2])], powers)
-        even = matmul(powers.pop(), powers[0], layout=layout)
+        even = _times(powers.pop(), powers[0])
         _combine([(even, [1, 1])], [even, powers[1]])
     powers.clear()
     for each, constant in ((odd, b[1]), (even, b[0])):
         _add_to_diagonal(each, constant)
     return matmul(a, odd, alpha=scale, layout=layout), even
+
+
+STRIPS = 4
+"""Parts of a matrix that a product overwrites, one after the other."""
+
+
+def _times(t: DistArray, x: DistArray) -> DistArray:
+    """Replace x by T x, some of every rank's columns at a time, and return it."""
+    block, cut, grid, n = x.writable(), x.layout.dims[1], x.grid, x.shape[1]
+    lengths = np.array(cut_lengths(n, cut, grid.sizes))
+    step = max(1, -(-int(lengths.max()) // STRIPS))
+    plan = assign(t.layout, x.layout, t.shape, x.shape, grid.sizes, x.layout)  # that of the whole product
+    for start in range(0, int(lengths.max()), step):  # these are a matrix that lies alike
+        wide, at = int(np.clip(lengths - start, 0, step).sum()), slice(start, start + step)
+        part = DistArray(block[:, at].copy(), (x.shape[0], wide), x.layout, grid)
+        block[:, at] = matmul(t, part, plan=plan).block
+    return x
 
 
 TOGETHER = 1 << 14
@@ -190,7 +209,8 @@ def _numbers(v: DistArray) -> DistArray:
 
 def _excess(a: DistArray, m: int, squarings: int) -> int:
     """Return how many squarings more the degree needs, by the norm of |A|^(2m + 1)."""
-    size, one = abs(a), _norm(a, 1)
+    size = abs(a)
+    one = _told(size.sum(axis=0).max(), 1)
     if not one:
         return 0
     size /= size.dtype.type(one)

@@ -81,7 +81,7 @@ class LinalgPlan:
 
     @property
     def values(self) -> Deal | None:
-        """The deal of the reduction of R, of whose singular values `lstsq` takes the rank."""
+        """The deal of the reduction of R of a tall matrix, of whose singular values `lstsq` takes the rank."""
         k = min(self.m, self.n)
         return dealt("svd", k, k, self.sizes, None, self.near) if self.routine == "lstsq" else None
 
@@ -142,7 +142,7 @@ class LinalgPlan:
         deal = self.deal
         found = blocks.predicted(kernel(self.routine), *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
         if (values := self.values) is not None:
-            k = min(self.m, self.n)
+            k, values = min(self.m, self.n), values if self.gram else deal
             more = blocks.predicted("svd", k, k, values.R, values.C, values.size, self.machine)
             more = more._replace(products=more.products / 2)  # no vectors
             found = Time(*(x + y for x, y in zip(found, more, strict=True)))

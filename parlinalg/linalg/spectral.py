@@ -282,6 +282,17 @@ def values_of(held: list[DistArray], name: str) -> DistArray:
     return _vector(singular_values(reduced.d, reduced.e) / scale, layout, grid)
 
 
+def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
+    """Return the singular values of R of a QR factorization [m, n] with m ≥ n, whose tiles are overwritten."""
+    tiles, n, t = factor.tiles, factor.shape[1], factor.given_up_r()
+    t = tiles.grid.backend.to_host(t)
+    scale = _scaled(tiles, [t], t.dtype, name)
+    held = [t]
+    del t
+    reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
+    return _vector(singular_values(reduced.d, reduced.e) / scale, Layout(factor.layout.dims[-1]), tiles.grid)
+
+
 def _limit(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts."""
     if rtol is None:
@@ -414,7 +425,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
         x = q.R
         q = q if keep else None
     tiles = _tiles(x, None, "svd")
-    deal = workers(tiles)
+    deal = workers(tiles) if keep else tiles  # fewer ranks would have more of it than its blocks and vectors take
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
     t = tiles.bring_to(x, want, host=True)
     scale = _scaled(tiles, [t], t.dtype, name)

@@ -22,7 +22,7 @@ from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import Meeting
+from parlinalg.comm.shared import Meeting, meet
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
@@ -296,7 +296,9 @@ class Board:
         own = term.size // comm.size + (comm.rank < term.size % comm.size)
         comm.count("all_reduce", 2 * (term.size - own), term.itemsize)
         self._meeting.wait()
-        found: np.ndarray = terms.sum(axis=0)
+        found: np.ndarray = terms[0] + terms[1]
+        for each in terms[2:]:
+            found += each
         return found
 
 
@@ -517,7 +519,7 @@ def move(
                 grid.everyone.all_to_all(outbox, gave, inbox, got)
             else:
                 grid.everyone.count("all_to_all", sum(got), block.itemsize)
-                grid.everyone.barrier()
+                meet(grid.everyone)
             for part, there in sources:
                 _copy(out, there, part, None)
     return out

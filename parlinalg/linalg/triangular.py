@@ -7,15 +7,19 @@ move far more than there is to compute: the triangle stays where it lies, and su
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
+from parlinalg.comm.shared import ORDERED, Meeting, meet
+from parlinalg.comm.shared import common as shared
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import Board, Numbers, Tiles, board
+from parlinalg.linalg.tiles import SMALL, Board, Numbers, Tiles, board
 
 FEW = 32
 """Right-hand sides up to which the triangle stays where it lies."""
@@ -195,6 +199,101 @@ def _solved(
         else:
             due = slice(min(first, due.start), max(last, due.stop)) if due.stop else slice(first, last)
     return x
+
+
+def solved_in_common(
+    everyone: Comm, comms: tuple[Comm, Comm], coords: Sequence[tuple[int, int]], t: Any,
+    numbers: tuple[Sequence[Numbers], Sequence[Numbers]], b: Any, where: Sequence[range], shape: tuple[int, int],
+    pieces: Sequence[tuple[int, int]], *, lower: bool, unit: bool,
+) -> Any:  # fmt: skip
+    """Return this rank's block of the solution x of T x = b, where T rests; None without memory in common.
+
+    Right-hand sides, sums and solutions lie in memory that all ranks have in common.  A rank waits for the piece of the
+    solution that it needs next, or for the sums in the rows of its own piece, never for all ranks.  The ledger counts
+    what `solved` receives.  Collective over all ranks, who get None together.
+
+    Parameters
+    ----------
+    comms : pair of Comm
+        This rank's grid column and its grid row.
+    coords : sequence of pairs
+        The grid row and the grid column of every rank; no two have the same.
+    t, numbers, pieces, lower, unit
+        As of `solved`, of one range of rows and one of columns a rank.
+    b : array
+        This rank's block of the right-hand sides.
+    where : pair of ranges
+        The rows and columns of the block, and of that of the solution.
+    shape : pair of int
+        The shape of all right-hand sides.
+    """
+    (n, sides), wide, dtype = shape, len(numbers[1]), t.dtype
+    if not (ORDERED and isinstance(b, np.ndarray)) or n * sides < SMALL:
+        return None
+    room = 2 * -(-max((1 + wide) * n * sides * dtype.itemsize, tunables.SHARED_BYTES) // 16)
+    with shared(everyone, (room + Meeting.SPREAD * everyone.size,), np.int64) as memory:
+        if memory is None:
+            return None
+        x, *sums = memory[:room].view(dtype)[: (1 + wide) * n * sides].reshape(1 + wide, n, sides)
+        steps = memoryview(memory[room:])[:: Meeting.SPREAD]
+        (i, j), rows = coords[everyone.rank], numbers[0]
+        mine = sums[j][rows[i][0] : rows[i][-1] + 1] if len(rows[i]) else sums[j][:0]
+        if j:
+            mine[...] = 0
+        at = tuple(slice(each.start, each.stop) for each in where)
+        sums[0][at] = b
+        steps[everyone.rank] = 0
+        meet(everyone)
+        _in_turns(everyone, comms, coords, t, numbers, (x, sums, mine, steps), pieces, lower=lower, unit=unit)
+        return x[at].copy()
+
+
+def _in_turns(
+    everyone: Comm, comms: tuple[Comm, Comm], coords: Sequence[tuple[int, int]], t: Any,
+    numbers: tuple[Sequence[Numbers], Sequence[Numbers]], memory: Any, pieces: Sequence[tuple[int, int]], *,
+    lower: bool, unit: bool,
+) -> None:  # fmt: skip
+    """Find the pieces of the solution; `memory` is x, the sums of every grid column, this rank's rows, and its steps.
+
+    A rank's steps are 2 p + 1 when it has found piece number p, and 2 p + 2 when its sums have the terms of this piece
+    in the rows of the next one.
+    """
+    x, sums, mine, steps = memory
+    (rows, columns), (down, across), me = numbers, comms, everyone.rank
+    i, j = coords[me]
+    beside = [p for p, (row, _) in enumerate(coords) if row == i]
+    cuts = [[np.searchsorted(each[at], edges).tolist() for edges in pieces] for each, at in ((rows, i), (columns, j))]
+    root, words = 0, x.shape[1]
+    for p, ((k, end), (lo, hi), (first, last)) in enumerate(zip(pieces, *cuts, strict=True)):
+        having = [[u for u, each in enumerate(some) if len(each) and each[0] <= k <= each[-1]] for some in numbers]
+        root = coords.index((having[0][0], having[1][0]))
+        if lo < hi and across.size > 1:
+            size = (hi - lo) * words
+            across.count(
+                "all_reduce", 2 * (size - size // across.size - (across.rank < size % across.size)), x.itemsize
+            )
+        if first < last and down.size > 1:
+            down.count("broadcast", (last - first) * words if me != root else 0, x.itemsize)
+        if me == root:
+            everyone.attend(partial(_reached, steps, beside, 2 * p))
+            part = x[k:end]
+            np.sum([each[k:end] for each in sums], axis=0, out=part)
+            kernels.substitute(t[lo:hi, first:last], part, lower=lower, unit=unit)
+            steps[me] = 2 * p + 1
+        if first < last:
+            everyone.attend(partial(_reached, steps, [root], 2 * p + 1))
+            start, stop = cuts[0][p + 1] if p + 1 < len(pieces) else (hi, hi) if lower else (lo, lo)
+            for at in (slice(start, stop), slice(stop, None) if lower else slice(start)):
+                kernels.subtract(mine[at], t[at, first:last], x[k:end])
+                steps[me] = 2 * p + 2
+        else:
+            steps[me] = 2 * p + 2
+    everyone.attend(partial(_reached, steps, [root], 2 * len(pieces) - 1))
+
+
+def _reached(steps: Any, ranks: Sequence[int], least: int) -> bool:
+    """Return True if these ranks have made so many steps."""
+    return min(steps[p] for p in ranks) >= least
 
 
 def pieces_at_rest(rows: Sequence[Numbers], columns: Sequence[Numbers], n: int) -> list[tuple[int, int]]:

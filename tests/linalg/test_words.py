@@ -234,7 +234,6 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
         costs = formulas.lstsq(
             counting(grid, deal, dtype), layout, shape, sides, other, values=Deal(tiles.sizes, tiles.size, tiles.shape),
             alone=alone, trees=trees, sound=sound or not n > 1,
-            workers=workers(tiles),
         )  # fmt: skip
         equal(book, costs, grid, (shape, deal, layout, other, sides))
 
