@@ -123,8 +123,9 @@ ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
 """Seconds of a round of operations between ranks, and the numbers of operations of one."""
 DISK_FILE, DISK_TILE = 1 << 28, 1 << 23
 """Bytes of the file that a rank writes and reads, and of each access, as large as those of offloaded states."""
-PASSES, MORE_PASSES = 3, 4
-"""The number of times that ranks' turns and waits are measured, and that all operations between ranks are."""
+PASSES, MORE_PASSES, LONG_PASSES = 3, 4, 2
+"""The number of times that ranks' turns and waits are measured, that operations between ranks are, and that those are
+which are longer than one that takes a round: they repeat well."""
 ALIKE = 1.25
 """Bytes that differ by less than this ratio count as equal: groups of several sizes do not cut a block alike."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
@@ -149,7 +150,7 @@ through the cache between two operations."""
 
 
 def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
-    """Return this machine as its ranks see it, measured in about two minutes where links are slow.  Collective.
+    """Return this machine as its ranks see it, measured in about three minutes where links are slow.  Collective.
 
     Products and kernels are measured on as many ranks at once as there are cores, the links by operations among 2, 4, …
     and all ranks of a node, and among one rank of each node.  `device` names the backend.
@@ -519,7 +520,7 @@ def _link(
         comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
         for start, size in zip(starts, sizes, strict=True)
     ]
-    for _ in range(MORE_PASSES):
+    for number in range(MORE_PASSES):
         for group, size in zip(groups, sizes, strict=True):
             for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
                 for nbytes in RECEIVED:
@@ -528,7 +529,7 @@ def _link(
                     at, calls = (size, several[0][1]), cycle([call for call, _ in several])
                     seconds = _together(comm, partial(_next, calls) if group.size == size else lambda: None)
                     times[op].setdefault(at, []).append(seconds / (2 if op == "send" else 1))
-                    if seconds > SLOW:
+                    if seconds > (SLOW if number < LONG_PASSES else ROUND_SECONDS):
                         break
         for op in BESIDE:
             ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1], across))
