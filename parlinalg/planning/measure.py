@@ -144,9 +144,9 @@ SHORT = (64, 256)
 """The size at which attention is measured too: its many operations on tiles take their time however short they are."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
-CHAIN, SIDE, PASSED = 8, 64, 1 << 20
-"""The layers by which the overhead of an operation is measured, the sides of their matrices, and the bytes that pass
-through the cache between two operations."""
+CHAIN, SIDE, PASSED, PIECE = 8, 64, 1 << 20, (64, 128)
+"""The layers by which the overhead of an operation is measured, the sides of their matrices, the bytes that pass
+through the cache between two operations, and the sides of the pieces by which the overhead of copies is measured."""
 
 
 def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
@@ -182,6 +182,11 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
             rates=_rates(found),
         )  # fmt: skip
+        if not backend.cuda:  # where each copy is a launch
+            pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
+            passed = 2 * 4 * math.prod(PIECE)
+            piece = max(0.0, pieces - passed / operations.bandwidth_at(passed))
+            operations = replace(operations, piece=min(piece, operations.overhead))
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)
@@ -392,6 +397,22 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
             backend.synchronize()
             times.append(clock() - start - passes.seconds)
     return max(1e-7, median(times[1:]) - work) / count
+
+
+def _pieces(backend: Backend) -> float:
+    """Return the seconds of a copy of a piece of a block, of copies that follow each other, as before an operation
+    between ranks."""
+    rows, width = PIECE
+    size = rows * width
+
+    def pack(block: Any) -> Any:
+        packed = backend.empty((CHAIN * size,), block.dtype)
+        for i in range(CHAIN):
+            packed[i * size : (i + 1) * size].reshape(rows, width)[...] = block[:, i * width : (i + 1) * width]
+        return packed
+
+    block = np.zeros((rows, CHAIN * width), np.float32)
+    return _seconds(_in_turn(pack, backend, [block], 2 * block.nbytes), backend) / CHAIN
 
 
 class _Passes:

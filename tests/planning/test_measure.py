@@ -54,6 +54,8 @@ def test_measured_machine(brief, world) -> None:
         assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
         assert len(rows) == (3 if name.startswith("attention") else 2)
     assert 1e-7 < found.kernels.overhead < 1e-2
+    assert found.kernels.piece is not None
+    assert 0 <= found.kernels.piece <= found.kernels.overhead
     assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
     assert 0 <= found.overlap.waiting <= 1
     assert 0 <= found.overlap.receiving <= 1
@@ -169,6 +171,25 @@ def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.Monk
     monkeypatch.setattr(measure._Passes, "poll", poll)
     assert measure._overhead(NUMPY, GemmRate(1e15, "by hand")) < 1e-7
     assert len(passes) >= 4 * measure.CHAIN * 8  # four runs; norm, product, GELU and sum of each layer, both ways
+
+
+@pytest.mark.serial
+def test_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is packed whole, its pieces in order, and the time is that of one of them."""
+    packed = []
+
+    def called(pack: Callable[[np.ndarray], np.ndarray], backend: object, arrays: list[np.ndarray], nbytes: int) -> str:
+        rows, width = measure.PIECE
+        block = np.arange(arrays[0].size, dtype=np.float32).reshape(arrays[0].shape)
+        packed.append(pack(block).reshape(measure.CHAIN, rows, width))
+        assert np.array_equal(np.concatenate(list(packed[0]), axis=1), block)
+        assert nbytes == 2 * block.nbytes
+        return "the call"
+
+    monkeypatch.setattr(measure, "_in_turn", called)
+    monkeypatch.setattr(measure, "_seconds", lambda call, backend: 4.0 * (call == "the call"))
+    assert measure._pieces(NUMPY) == 4.0 / measure.CHAIN
+    assert len(packed) == 1
 
 
 @pytest.mark.serial
