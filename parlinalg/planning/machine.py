@@ -349,7 +349,7 @@ class Kernels:
     piece: float | None = key(
         SECONDS,
         "of copies that follow each other, as of the pieces of a block, the seconds of each but the first beside its "
-        "bytes; left out, each takes the overhead",
+        "bytes, at most the overhead; left out, each takes the overhead",
         None,
     )
 
@@ -357,7 +357,7 @@ class Kernels:
         """Return the seconds of an operation beside its work, by what comes just before it in the trace."""
         if self.piece is None or not all(isinstance(e, Kernel) and e.name == "copy" for e in (event, before)):
             return self.overhead
-        return self.piece
+        return min(self.piece, self.overhead)
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel's work, its overhead aside."""

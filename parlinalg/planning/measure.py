@@ -185,8 +185,7 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         if not backend.cuda:  # where each copy is a launch
             pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
             passed = 2 * 4 * math.prod(PIECE)
-            piece = max(0.0, pieces - passed / operations.bandwidth_at(passed))
-            operations = replace(operations, piece=min(piece, operations.overhead))
+            operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)

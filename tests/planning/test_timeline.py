@@ -56,6 +56,8 @@ def test_copies_of_pieces_have_less_overhead_than_operations() -> None:
     events = [copy, copy, copy, kernel(0.5), copy]
     assert run(*events, machine=pieces).seconds == pytest.approx(5 * 0.5 + 3 * 0.25 + 2 * 0.0625)
     assert run(*events, machine=machine).seconds == pytest.approx(5 * 0.5 + 5 * 0.25)
+    free = replace(pieces, kernels=replace(pieces.kernels, overhead=0.0))  # as for bounds
+    assert run(*events, machine=free).seconds == pytest.approx(5 * 0.5)
     started = [gather(0, 1.0), *events, Wait(0)]  # the start is a call of the host
     assert run(*started, machine=pieces).seconds == pytest.approx(0.25 + 5 * 0.5 + 3 * 0.25 + 2 * 0.0625)
     between = [copy, gather(0, 1.0), Wait(0), copy]
