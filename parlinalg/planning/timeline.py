@@ -724,7 +724,7 @@ class _Run:
             return self.machine.transfer(start.op, nbytes, 2, local, self.on_node, self.size)
         nodes = Counter(r // self.on_node for r in start.ranks)
         local = max(nodes.values(), default=1)
-        nbytes = max(start.nbytes, start.sent) if start.op == "broadcast" else start.nbytes
+        nbytes = max(start.nbytes, start.sent if start.op == "broadcast" else start.most)
         return self.machine.transfer(start.op, nbytes, len(start.ranks), local, self.on_node, self.size)
 
     def _poll(self, rank: _Rank) -> None:

@@ -64,6 +64,11 @@ def test_copies_of_pieces_have_less_overhead_than_operations() -> None:
     assert run(*between, machine=pieces).seconds == pytest.approx(2 * 0.5 + 3 * 0.25 + 1)
 
 
+def test_an_operation_takes_what_the_rank_takes_that_receives_the_most() -> None:
+    uneven = replace(gather(0, 0.0), most=gather(0, 2.0).nbytes)
+    assert run(uneven, Wait(0)).seconds == pytest.approx(2)
+
+
 def test_fused_attention_is_one_product() -> None:
     """With fused attention its products take no time of their own; those of float32, and others, take theirs."""
     rates = FusedAttention(((64, 1e6),), ((64, 1e6),), "by hand")
