@@ -54,6 +54,8 @@ GOALS = {"train": (0.1, 0.1), "pipeline": (0.1, 0.1), "hosts": (0.1, 0.2)}
 OF_FASTEST = 1.05
 """The most that the chosen plan's step should take, as a multiple of the fastest measured one's."""
 HOSTS = 8
+STUCK = 100
+"""Seconds that a rank on emulated hosts may wait before it says for what, and ends the run."""
 TEXT = {"name": "text", "sequence_length": 64, "validation": 0.1}
 PLANNED: dict[str, tuple[dict[str, Any], str | None]] = {
     "much computing": ({
@@ -149,10 +151,10 @@ def doctor(setting: str, path: Path) -> None:
     """Measure the machine, on the ranks of a setting."""
     kind, where = setting.split(":")
     program = ["-m", "parlinalg", "doctor", "--machine", str(path)]
-    env = harness.environment(1, one_thread())
     if kind == "hosts":
-        harness.ran(on_hosts(where, [sys.executable, *program]), env, timeout=240)
+        run_on_hosts(where, [sys.executable, *program])
     else:
+        env = harness.environment(1, one_thread())
         harness.ran([*harness.mpiexec(), "-n", where, sys.executable, *program], env, timeout=240)
 
 
@@ -175,10 +177,11 @@ def one_thread() -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
-def on_hosts(rate: str, program: Sequence[str]) -> list[str]:
-    """The command that runs a program on emulated hosts."""
-    hosts = str(BENCH / "cluster" / "hosts.py")
-    return [sys.executable, hosts, "run", "--hosts", str(HOSTS), "--rate", rate, "--timeout", "230", "--", *program]
+def run_on_hosts(rate: str, program: Sequence[str]) -> None:
+    """Run a program on emulated hosts."""
+    hosts = [str(BENCH / "cluster" / "hosts.py"), "run", "--hosts", str(HOSTS), "--rate", rate, "--timeout", "290"]
+    env = harness.environment(1, {**one_thread(), "PARLINALG_TIMEOUT": str(STUCK)})
+    harness.ran([sys.executable, *hosts, "--", *program], env, timeout=300)
 
 
 def a_round(setting: str, names: Sequence[str], args: argparse.Namespace) -> dict[str, list[float]]:
@@ -188,7 +191,7 @@ def a_round(setting: str, names: Sequence[str], args: argparse.Namespace) -> dic
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "told.json"
             program = [sys.executable, str(BENCH / "schemes.py"), "--rounds", str(args.steps), "--json", str(path)]
-            harness.ran(on_hosts(where, [*program, "--schemes", *names]), harness.environment(1, one_thread()), 240)
+            run_on_hosts(where, [*program, "--schemes", *names])
             return {row["scheme"]: row["samples"] for row in json.loads(path.read_text())["rows"]}
     found = {}
     for form in names:
@@ -277,7 +280,7 @@ def compare_plans(setting: str, args: argparse.Namespace) -> dict[str, Any]:
                 order = range(len(plans)) if turn % 2 == 0 else range(len(plans) - 1, -1, -1)
                 path.write_text(json.dumps([plans[i]["values"] for i in order]))
                 program = [sys.executable, str(BENCH / "pieces" / "planned.py"), str(path), str(args.steps)]
-                harness.ran(on_hosts(where, program), harness.environment(1, one_thread()), 240)
+                run_on_hosts(where, program)
                 for i, seconds in zip(order, json.loads(Path(f"{path}.told").read_text()), strict=True):
                     samples[i] += seconds
             others.append(used_by_others(before, spent()))

@@ -54,8 +54,8 @@ def add(commands: Commands) -> None:
     )  # fmt: skip
     doctor.add_argument(
         "--machine", type=Path, metavar="FILE.toml",
-        help="measure products, kernels and links in less than a minute, write them as a machine's file, from which "
-        "plans are made, and do nothing else; under mpiexec on any number of ranks and hosts",
+        help="measure products, kernels and links in a minute (three where links are slow), write them as a machine's "
+        "file, from which plans are made, and do nothing else; under mpiexec on any number of ranks and hosts",
     )  # fmt: skip
     doctor.add_argument(
         "--disk", type=Path, metavar="FOLDER",

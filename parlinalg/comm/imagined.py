@@ -201,14 +201,14 @@ class ImaginedComm(Comm):
     # ------------------------------------------------------------------------------------------------ primitives
     def _post(
         self, op: str, nbytes: int, sent: int, wait: bool, *blocks: Block, peer: int | None = None, tag: int = 0,
-        arrives: Callable[[], None] | None = None,
+        arrives: Callable[[], None] | None = None, most: int = 0,
     ) -> Handle:  # fmt: skip
         """Note the start of an operation that receives and sends so many bytes, and its end if this rank waits."""
         recorder, call = self.device.recorder, None
         if recorder is not None:
             to = None if peer is None else self.world_ranks[peer]
             dtype = str(blocks[0].dtype) if blocks else ""
-            call = recorder.start(op, self.axes, self.world_ranks, nbytes, sent, to, tag, dtype)
+            call = recorder.start(op, self.axes, self.world_ranks, nbytes, sent, to, tag, dtype, most)
         held = () if op == "send" else blocks  # a message has left its block long before a pipeline waits for it
         handle = ImaginedHandle(self.device, call, *held, arrives=arrives)
         if wait:
@@ -218,7 +218,8 @@ class ImaginedComm(Comm):
 
     def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
         _alike(send, recv)
-        return self._post("all_gather", recv.nbytes - send.nbytes, send.nbytes * (self.size - 1), wait, send, recv)
+        moved, sent = recv.nbytes - send.nbytes, send.nbytes * (self.size - 1)
+        return self._post("all_gather", moved, sent, wait, send, recv, most=_most(recv, counts))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
         if by_terms(send.dtype):
@@ -227,7 +228,7 @@ class ImaginedComm(Comm):
             start = sum(counts[: self.rank])
             recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
         moved = send.nbytes - recv.nbytes
-        return self._post("reduce_scatter", moved, moved, wait, send, recv)
+        return self._post("reduce_scatter", moved, moved, wait, send, recv, most=_most(send, counts))
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         own = buffer.size // self.size + (self.rank < buffer.size % self.size)
@@ -323,6 +324,11 @@ class ImaginedComm(Comm):
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return [payload] * self.size
+
+
+def _most(whole: Block, counts: Sequence[int]) -> int:
+    """Return the bytes of all blocks of these sizes but the smallest: what its rank receives, the most of all."""
+    return int(whole.nbytes) * (sum(counts) - min(counts)) // max(1, sum(counts))
 
 
 def _alike(send: Block, recv: Block) -> None:

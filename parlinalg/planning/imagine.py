@@ -44,10 +44,10 @@ class TraceRecorder:
 
     def start(
         self, op: str, axes: tuple[str, ...], ranks: tuple[int, ...], nbytes: int, sent: int, peer: int | None,
-        tag: int, dtype: str,
+        tag: int, dtype: str, most: int,
     ) -> int:  # fmt: skip
         self._calls += 1
-        self._add(Start(self._calls, op, axes, ranks, nbytes, sent, peer, tag, dtype))
+        self._add(Start(self._calls, op, axes, ranks, nbytes, sent, peer, tag, dtype, most))
         return self._calls
 
     def test(self, call: int) -> None:

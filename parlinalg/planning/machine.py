@@ -347,6 +347,18 @@ class Kernels:
         "by kernel, the elements a second that computing them allows, whatever the bandwidth; or rows elements, "
         "elements a second, as measured with what they read and write", MappingProxyType({}),
     )  # fmt: skip
+    piece: float | None = key(
+        SECONDS,
+        "of copies that follow each other, as of the pieces of a block, the seconds of each but the first beside its "
+        "bytes, at most the overhead; left out, each takes the overhead",
+        None,
+    )
+
+    def beside_work(self, event: Gemm | Kernel, before: object) -> float:
+        """Return the seconds of an operation beside its work, by what comes just before it in the trace."""
+        if self.piece is None or not all(isinstance(e, Kernel) and e.name == "copy" for e in (event, before)):
+            return self.overhead
+        return min(self.piece, self.overhead)
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel's work, its overhead aside."""

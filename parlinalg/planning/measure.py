@@ -123,8 +123,9 @@ ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
 """Seconds of a round of operations between ranks, and the numbers of operations of one."""
 DISK_FILE, DISK_TILE = 1 << 28, 1 << 23
 """Bytes of the file that a rank writes and reads, and of each access, as large as those of offloaded states."""
-PASSES, MORE_PASSES = 3, 4
-"""The number of times that ranks' turns and waits are measured, and that all operations between ranks are."""
+PASSES, MORE_PASSES, LONG_PASSES = 3, 4, 2
+"""The number of times that ranks' turns and waits are measured, that operations between ranks are, and that those are
+which are longer than one that takes a round: they repeat well."""
 ALIKE = 1.25
 """Bytes that differ by less than this ratio count as equal: groups of several sizes do not cut a block alike."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
@@ -143,13 +144,13 @@ SHORT = (64, 256)
 """The size at which attention is measured too: its many operations on tiles take their time however short they are."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
-CHAIN, SIDE, PASSED = 8, 64, 1 << 20
-"""The layers by which the overhead of an operation is measured, the sides of their matrices, and the bytes that pass
-through the cache between two operations."""
+CHAIN, SIDE, PASSED, PIECE = 8, 64, 1 << 20, (64, 128)
+"""The layers by which the overhead of an operation is measured, the sides of their matrices, the bytes that pass
+through the cache between two operations, and the sides of the pieces by which the overhead of copies is measured."""
 
 
 def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
-    """Return this machine as its ranks see it, measured in about two minutes where links are slow.  Collective.
+    """Return this machine as its ranks see it, measured in about three minutes where links are slow.  Collective.
 
     Products and kernels are measured on as many ranks at once as there are cores, the links by operations among 2, 4, …
     and all ranks of a node, and among one rank of each node.  `device` names the backend.
@@ -181,6 +182,10 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
             rates=_rates(found),
         )  # fmt: skip
+        if not backend.cuda:  # where each copy is a launch
+            pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
+            passed = 2 * 4 * math.prod(PIECE)
+            operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)
@@ -393,6 +398,22 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
     return max(1e-7, median(times[1:]) - work) / count
 
 
+def _pieces(backend: Backend) -> float:
+    """Return the seconds of a copy of a piece of a block, of copies that follow each other, as before an operation
+    between ranks."""
+    rows, width = PIECE
+    size = rows * width
+
+    def pack(block: Any) -> Any:
+        packed = backend.empty((CHAIN * size,), block.dtype)
+        for i in range(CHAIN):
+            packed[i * size : (i + 1) * size].reshape(rows, width)[...] = block[:, i * width : (i + 1) * width]
+        return packed
+
+    block = np.zeros((rows, CHAIN * width), np.float32)
+    return _seconds(_in_turn(pack, backend, [block], 2 * block.nbytes), backend) / CHAIN
+
+
 class _Passes:
     """Passes through memory between operations, and the seconds that they take."""
 
@@ -519,7 +540,7 @@ def _link(
         comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
         for start, size in zip(starts, sizes, strict=True)
     ]
-    for _ in range(MORE_PASSES):
+    for number in range(MORE_PASSES):
         for group, size in zip(groups, sizes, strict=True):
             for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
                 for nbytes in RECEIVED:
@@ -528,7 +549,7 @@ def _link(
                     at, calls = (size, several[0][1]), cycle([call for call, _ in several])
                     seconds = _together(comm, partial(_next, calls) if group.size == size else lambda: None)
                     times[op].setdefault(at, []).append(seconds / (2 if op == "send" else 1))
-                    if seconds > SLOW:
+                    if seconds > (SLOW if number < LONG_PASSES else ROUND_SECONDS):
                         break
         for op in BESIDE:
             ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1], across))
@@ -757,7 +778,7 @@ def _slowdown(comm: Comm, backend: Backend) -> float:
             awaited.wait()
         return max(comm.share(seconds))
 
-    ratios = [timed(True) / timed(False) for _ in range(2 * PASSES - 1)]
+    ratios = [timed(True) / timed(False) for _ in range(3 * PASSES)]  # of two long times that are nearly alike
     return min(10.0, max(0.0, median(ratios) - 1))
 
 

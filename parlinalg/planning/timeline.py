@@ -643,7 +643,8 @@ class _Run:
     def _compute(self, rank: _Rank, event: Gemm | Kernel) -> bool:
         """Begin a computation; return False if it is over, as nothing that is in flight bears on it."""
         machine = self.machine
-        overhead = machine.kernels.overhead * self.crowd
+        before = rank.events[rank.next - 2] if rank.next > 1 else None
+        overhead = machine.kernels.beside_work(event, before) * self.crowd
         seconds = machine.gemm_seconds(event) if isinstance(event, Gemm) else machine.kernel_seconds(event)
         seconds *= self.crowd
         if machine.kernels.asynchronous:
@@ -723,7 +724,7 @@ class _Run:
             return self.machine.transfer(start.op, nbytes, 2, local, self.on_node, self.size)
         nodes = Counter(r // self.on_node for r in start.ranks)
         local = max(nodes.values(), default=1)
-        nbytes = max(start.nbytes, start.sent) if start.op == "broadcast" else start.nbytes
+        nbytes = max(start.nbytes, start.sent if start.op == "broadcast" else start.most)
         return self.machine.transfer(start.op, nbytes, len(start.ranks), local, self.on_node, self.size)
 
     def _poll(self, rank: _Rank) -> None:

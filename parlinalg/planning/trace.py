@@ -59,7 +59,8 @@ class Start:
 
     `op` and `axes` are those of the ledger, `ranks` the world ranks of the communicator, `nbytes` what this rank
     receives, as the ledger counts it, `sent` what it sends (over all ranks as much as is received), `peer` the world
-    rank at the other end of a send or receive, or the root of a broadcast.
+    rank at the other end of a send or receive, or the root of a broadcast.  Where blocks are uneven `most` is what the
+    rank receives that receives the most.
     """
 
     call: int
@@ -71,6 +72,7 @@ class Start:
     peer: int | None = None
     tag: int = 0
     dtype: str = ""
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)

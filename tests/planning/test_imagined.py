@@ -363,6 +363,19 @@ def test_a_trace_has_the_products_and_the_messages():
     assert all(set(e.ranks) <= set(range(8)) and 3 in e.ranks for e in starts)
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize(("rank", "rows"), [(0, 1), (2, 0)])
+def test_what_is_received_of_uneven_blocks(rank: int, rows: int):
+    """One row over four ranks: the first has it and receives nothing; what the others receive is noted too."""
+    with pla.imagine(4, rank) as world:
+        grid = pla.Grid({"r": 4})
+        with world.trace() as trace:
+            a = pla.ones((1, 32), grid, pla.Layout("r", None), dtype="float64")
+            pla.redistribute(a, pla.Layout(None, None))
+    (start,) = [e for e in trace.events if isinstance(e, Start)]
+    assert (start.op, start.nbytes, start.most) == ("all_gather", 256 * (1 - rows), 256)
+
+
 # ------------------------------------------------------------------ what runs, and what is refused
 
 GRID = {"data": 2, "r": 2, "c": 2}

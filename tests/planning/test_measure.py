@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -52,6 +54,8 @@ def test_measured_machine(brief, world) -> None:
         assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
         assert len(rows) == (3 if name.startswith("attention") else 2)
     assert 1e-7 < found.kernels.overhead < 1e-2
+    assert found.kernels.piece is not None
+    assert 0 <= found.kernels.piece < 1e-2
     assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
     assert 0 <= found.overlap.waiting <= 1
     assert 0 <= found.overlap.receiving <= 1
@@ -68,6 +72,7 @@ def test_measured_machine(brief, world) -> None:
             again = found.transfer(op, nbytes, p, p, on_node, world.size).total
             assert again == pytest.approx(seconds, rel=1e-6)
         assert min(measure._beside(world, NUMPY, world, "all_gather", world.size, across=True)) > 0
+        assert 0 <= measure._slowdown(world, NUMPY) <= 10
 
 
 @pytest.mark.serial
@@ -102,6 +107,59 @@ def test_ranks_that_do_not_measure_are_asleep(world, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.serial
+def test_slowdown_is_that_of_polls_while_nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of 1 ms and polls of 0.25 ms: a quarter longer; the message is sent when all ranks have computed."""
+    now, log = 0.0, list[str]()
+
+    def takes(name: str, seconds: float = 0.0) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            nonlocal now
+            now += seconds
+            log.append(name)
+
+        return call
+
+    polls, product = takes("poll", 0.00025), takes("product", 0.001)
+    awaited = SimpleNamespace(test=polls, wait=takes("wait"))
+    comm = SimpleNamespace(
+        size=2, rank=0, barrier=takes("barrier"), send=takes("send"), share=lambda x: [x, 0.9 * x],
+        receive=lambda token, source, wait: log.append(f"receive from {source}") or awaited,
+    )  # fmt: skip
+    backend = SimpleNamespace(zeros=np.zeros, xp=SimpleNamespace(matmul=product), synchronize=lambda: None)
+    monkeypatch.setattr(measure, "perf_counter", lambda: now)
+    assert measure._slowdown(cast(Any, comm), cast(Any, backend)) == pytest.approx(0.25)
+    begun, sent = log.index("receive from 1"), log.index("send")
+    assert set(log[begun + 1 : sent - 1]) == {"product", "poll"}
+    assert log[sent - 1 : sent + 2] == ["barrier", "send", "wait"]
+
+
+@pytest.mark.serial
+def test_long_operations_are_measured_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a link of 200 Mbit/s, all up to the first that takes longer than a round, the two after it half as often."""
+    asked: list[int] = []
+
+    def takes(comm: Comm, call: Callable[[], None]) -> float:
+        call()
+        return asked[-1] / 25e6
+
+    def received(group: Comm, backend: object, op: str, nbytes: int, size: int) -> tuple[Callable[[], None], int]:
+        return partial(asked.append, nbytes), nbytes
+
+    comm = SimpleNamespace(size=2, rank=0, nodes=(0, 1), share=lambda x: [x, x])
+    comm.sub = lambda ranks, axes: SimpleNamespace(size=2, rank=0, free=lambda: None)
+    monkeypatch.setattr(measure, "_received", received)
+    monkeypatch.setattr(measure, "_together", takes)
+    monkeypatch.setattr(measure, "_beside", lambda *args: (1.0, 1.0))
+    monkeypatch.setattr(measure, "_processor", lambda *args: 0.0)
+    link = measure._link(cast(Any, comm), NUMPY, [0, 1], 1, "by hand", 1.0)
+    assert link is not None
+    assert [n for _, n, _ in link.operation("send").points] == list(measure.RECEIVED)
+    times = [asked.count(n) // len(OPERATIONS) for n in measure.RECEIVED]
+    long = sum(n / 25e6 > measure.ROUND_SECONDS for n in measure.RECEIVED) - 1
+    assert (long, times) == (2, [4] * (len(times) - 2) + [2] * 2)
+
+
+@pytest.mark.serial
 def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass follows each operation, forward and backward, and its time does not count."""
     passes = []
@@ -113,6 +171,25 @@ def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.Monk
     monkeypatch.setattr(measure._Passes, "poll", poll)
     assert measure._overhead(NUMPY, GemmRate(1e15, "by hand")) < 1e-7
     assert len(passes) >= 4 * measure.CHAIN * 8  # four runs; norm, product, GELU and sum of each layer, both ways
+
+
+@pytest.mark.serial
+def test_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is packed whole, its pieces in order, and the time is that of one of them."""
+    packed = []
+
+    def called(pack: Callable[[np.ndarray], np.ndarray], backend: object, arrays: list[np.ndarray], nbytes: int) -> str:
+        rows, width = measure.PIECE
+        block = np.arange(arrays[0].size, dtype=np.float32).reshape(arrays[0].shape)
+        packed.append(pack(block).reshape(measure.CHAIN, rows, width))
+        assert np.array_equal(np.concatenate(list(packed[0]), axis=1), block)
+        assert nbytes == 2 * block.nbytes
+        return "the call"
+
+    monkeypatch.setattr(measure, "_in_turn", called)
+    monkeypatch.setattr(measure, "_seconds", lambda call, backend: 4.0 * (call == "the call"))
+    assert measure._pieces(NUMPY) == 4.0 / measure.CHAIN
+    assert len(packed) == 1
 
 
 @pytest.mark.serial

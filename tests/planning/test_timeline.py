@@ -48,6 +48,27 @@ def test_computing_adds_up() -> None:
     assert found.throughput(6.5) == pytest.approx(2)
 
 
+def test_copies_of_pieces_have_less_overhead_than_operations() -> None:
+    """The first of copies that follow each other is an operation, the others are pieces; so with others in flight."""
+    copy = Kernel("copy", 500_000, 1, "float32")
+    machine = round_machine(overhead=0.25)
+    pieces = replace(machine, kernels=replace(machine.kernels, piece=0.0625))
+    events = [copy, copy, copy, kernel(0.5), copy]
+    assert run(*events, machine=pieces).seconds == pytest.approx(5 * 0.5 + 3 * 0.25 + 2 * 0.0625)
+    assert run(*events, machine=machine).seconds == pytest.approx(5 * 0.5 + 5 * 0.25)
+    free = replace(pieces, kernels=replace(pieces.kernels, overhead=0.0))  # as for bounds
+    assert run(*events, machine=free).seconds == pytest.approx(5 * 0.5)
+    started = [gather(0, 1.0), *events, Wait(0)]  # the start is a call of the host
+    assert run(*started, machine=pieces).seconds == pytest.approx(0.25 + 5 * 0.5 + 3 * 0.25 + 2 * 0.0625)
+    between = [copy, gather(0, 1.0), Wait(0), copy]
+    assert run(*between, machine=pieces).seconds == pytest.approx(2 * 0.5 + 3 * 0.25 + 1)
+
+
+def test_an_operation_takes_what_the_rank_takes_that_receives_the_most() -> None:
+    uneven = replace(gather(0, 0.0), most=gather(0, 2.0).nbytes)
+    assert run(uneven, Wait(0)).seconds == pytest.approx(2)
+
+
 def test_fused_attention_is_one_product() -> None:
     """With fused attention its products take no time of their own; those of float32, and others, take theirs."""
     rates = FusedAttention(((64, 1e6),), ((64, 1e6),), "by hand")
