@@ -30,6 +30,7 @@ from parlinalg.linalg.factors import (
     _refuse,
     _scalar,
     by_rows,
+    cutoff,
     solve_triangular,
 )
 from parlinalg.linalg.krylov import assumed_steps
@@ -130,8 +131,8 @@ def least_squares(
     limit = float(np.finfo(dtype).eps)
     if rcond is None:
         limit *= max(m, n)
-    elif 0 < rcond < 1:
-        limit = float(rcond)
+    elif 0 < (given := cutoff("lstsq", rcond)) < 1:
+        limit = given
     rank: int | DistArray
     if a.ndim == sides.ndim == 2:
         a, sides = a.summed(), sides.summed()

@@ -202,6 +202,8 @@ def test_wrong_use(grid, refine):
             x, y = (pla.distribute(v, grid, grid.default_layout(v.shape)) for v in (a, b))
             with pytest.raises(ValueError, match="lstsq takes finite numbers; the array has NaNs or infinities"):
                 linalg.lstsq(x, y, refine=refine)
+    with pytest.raises(TypeError, match="lstsq: rcond is a number, or None, not 'warn'"):
+        linalg.lstsq(x, y, "warn")
     for shape, sides in (((3, 2), (4,)), ((2, 3, 2), (2,)), ((2, 3, 2), (2, 2, 3)), ((3, 2), (3, 2, 1))):
         with pytest.raises(np.linalg.LinAlgError, match=r"lstsq takes matrices \[..., m, n\] and right-hand sides"):
             linalg.lstsq(pla.ones(shape, grid), pla.ones(sides, grid), refine=refine)
