@@ -210,6 +210,7 @@ def test_what_does_not_fit_names_the_least_memory():
         ({"ranks": 0}, "ranks=0: a plan takes a whole number of at least 1"),
         ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
         ({"ranks": 2, "memory": "many"}, "memory is a number of bytes of at least 0"),
+        ({"ranks": 2, "memory": "1e400"}, "within the range of floats, not '1e400'"),
         ({"ranks": 2, "memory": 0}, "memory=0: give the bytes that a rank may use"),
         ({"ranks": 2, "global_batch": -1}, "global_batch=-1"),
         ({"ranks": 2, "layers": 3}, "layers"),
