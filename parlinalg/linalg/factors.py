@@ -977,7 +977,9 @@ def determinant(diagonal: np.ndarray, order: np.ndarray) -> tuple[Any, Any, floa
         return dtype.type(0), dtype.type(0), -math.inf
     with np.errstate(all="ignore"):
         value = diagonal.prod(dtype=dtype) * parity(order)
-        sign, log = (diagonal / np.abs(diagonal)).prod(dtype=dtype) * parity(order), float(np.log(sizes).sum())
+        large = diagonal * np.where(sizes < np.finfo(dtype).tiny, 2.0**100, 1.0).astype(sizes.dtype)  # to divide by
+        sign = (large / np.abs(large)).astype(dtype).prod(dtype=dtype) * parity(order)
+        log = float(np.log(sizes).sum())
         if not np.finfo(dtype).tiny <= abs(value) < math.inf:
             value = (sign * np.exp(log)).astype(dtype)
     return value, sign, log

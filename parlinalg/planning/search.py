@@ -27,7 +27,7 @@ from functools import cache, cached_property, lru_cache
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded
 from parlinalg.grid import factorizations
@@ -1619,10 +1619,8 @@ def plan_training(
         If no candidate can split the batch, or none fits the memory; the message says the least that would do.
     """
     began = perf_counter()
-    _whole("ranks", ranks)
-    _whole("best", best)
-    if global_batch is not None:
-        _whole("global_batch", global_batch)
+    ranks, best = _whole("ranks", ranks), _whole("best", best)
+    global_batch = None if global_batch is None else _whole("global_batch", global_batch)
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(_named(checked) if machine is None else machine)
@@ -1655,9 +1653,10 @@ def _room(machine: Machine, ranks: int) -> int:
     return machine.memory * machine.ranks_per_node // max(machine.ranks_per_node, on_node(machine, ranks))
 
 
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         raise ConfigError(f"{name}={value!r}: a plan takes a whole number of at least 1")
+    return value.__index__()
 
 
 def _bytes(value: int | str) -> int:

@@ -201,7 +201,7 @@ def test_what_cannot_be_imagined_leaves_the_answer_unproven(monkeypatch):
 
 def test_what_does_not_fit_names_the_least_memory():
     with pytest.raises(PlanError, match=r"no configuration on 2 ranks fits 64.00 KiB a rank: the least .* is .* by "):
-        plan(2, memory=1 << 16, parallel={"tensor": 1, "sequence": 1, "pipeline": 1}, zero=0)
+        plan(np.int64(2), memory=1 << 16, parallel={"tensor": 1, "sequence": 1, "pipeline": 1}, zero=0)
 
 
 @pytest.mark.parametrize(
