@@ -221,7 +221,7 @@ class Candidate:
             values["zero"] = self.zero
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
-        if self.offload:
+        if self.offload and "offload" not in given:
             values["offload"] = dict(self.offload)
         more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
         if self.experts is not None:
@@ -301,6 +301,23 @@ def divisors(n: int) -> list[int]:
     return sorted({a for a, _ in factorizations(n, 2)})
 
 
+def given_offload(config: TrainingConfig) -> Offload:
+    """Return what a configuration lets rest elsewhere, by its kinds, and where."""
+    kinds = ("optimizer", "activations", "parameters", "gradients")
+    places = ((kind, getattr(config.offload, kind)) for kind in kinds)
+    return tuple((kind, place) for kind, place in places if place is not None)
+
+
+def check_offload(config: TrainingConfig, machine: Machine) -> None:
+    """Raise a ConfigError if a machine has no place for what a configuration lets rest elsewhere."""
+    for kind, place in given_offload(config):
+        if getattr(machine, place) is None:
+            raise ConfigError(
+                f"offload.{kind}={place!r}, but the machine {machine.name} has no table [{place}], which says how fast "
+                "and how large that is: add one to its file, or leave this key out"
+            )
+
+
 class Frame(NamedTuple):
     """A way to use the ranks: the sizes of the mesh, and the form of tensor parallelism."""
 
@@ -325,6 +342,8 @@ class Space:
         self._numbers: dict[tuple[int, int], int] = {}
         schedule = given.get("schedule")  # a configuration without a pipeline has none
         self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
+        self.offload = given_offload(config)
+        """What the configuration lets rest elsewhere, which all candidates do."""
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames():
@@ -385,7 +404,7 @@ class Space:
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts, order,
+                        experts, order, self.offload,
                     )  # fmt: skip
 
     def count(self, frame: Frame) -> int:
@@ -407,7 +426,11 @@ class Space:
 
     def stages(self, data: int) -> list[int]:
         """Return the stages of ZeRO."""
-        return [self.config.zero.stage] if "zero" in self.given else [0, 1, 2, 3] if data > 1 else [0]
+        if "zero" in self.given:
+            return [self.config.zero.stage]
+        away = dict(self.offload)  # stages 1 and 2 hold values in buckets, and all but 0 share gradients out
+        found = [0] if "gradients" in away else [0, 3] if "parameters" in away else [0, 1, 2, 3]
+        return found if data > 1 else [0]
 
     @cached_property
     def recompute(self) -> list[Any]:
@@ -694,7 +717,7 @@ class Looks:
             return min(self.ranks, ranks * c.data) if c.zero >= stage else ranks
 
         states = self.ranks if self.config.optimizer.name in HOME else share(1)
-        kinds = self.kinds(c)
+        kinds = (*self.kinds(c), *dict(c.offload))
         found = 0 if "optimizer" in kinds else part.states // states
         found += 0 if "parameters" in kinds else part.weights // share(3)
         return found + (0 if self.settles(c) and {"parameters", "gradients"} & {*kinds} else part.gradients // share(2))
@@ -1627,6 +1650,7 @@ def plan_training(
     found = found.with_fused_attention() if fused_attention else found
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
+    check_offload(checked, found)
     looks = Looks(checked, ranks, found, batch)
     space = Space(checked, given, ranks, batch, looks.depth, _dtypes(checked, given, found))
     search = _Search(looks, space, limit, best, exhaustive)
@@ -1826,7 +1850,7 @@ class _Search:
             found = [(c, p) for c in likely if (p := self._estimate(c)) is not None]
             for c, p in found:
                 self._reschedule(c, p, steps)
-            if any(self._fits(p) and not p.candidate.offload for _, p in found):
+            if any(self._fits(p) and p.candidate.offload == self.space.offload for _, p in found):
                 return
 
     def _enough(self) -> float:
@@ -1917,11 +1941,12 @@ class _Search:
             for p in self._fitting():
                 if len(first) < BEAM:
                     first.setdefault(p.candidate.frame, p)
-            new = [p.candidate for p in first.values() if replace(p.candidate, offload=()) not in varied]
+            own = self.space.offload
+            new = [p.candidate for p in first.values() if replace(p.candidate, offload=own) not in varied]
             if not new or self.looks.traces >= TRACES:
                 return
             for i, chosen in enumerate(new):
-                best = replace(chosen, offload=())
+                best = replace(chosen, offload=own)
                 varied.add(best)
                 steps = list(self.space.steps(best.frame))
                 again = self.space.recompute
