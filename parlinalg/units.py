@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import SupportsIndex
+
+from parlinalg.errors import brief
 
 ITEMSIZE = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
@@ -54,6 +57,8 @@ def parse_bytes(amount: SupportsIndex | str) -> int:
         if match is None or unit not in _UNITS:
             raise ValueError(f"{right}, not {amount!r}")
         number = match[1]
+        if not math.isfinite(float(number) * _UNITS[unit]):
+            raise ValueError(f"{right}, and within the range of floats, not {brief(amount)}")
         return int(number) * _UNITS[unit] if number.isdigit() else int(float(number) * _UNITS[unit])
     if isinstance(amount, bool) or not isinstance(amount, SupportsIndex):
         raise ValueError(f"{right}, not {amount!r}")

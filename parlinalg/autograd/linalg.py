@@ -120,9 +120,16 @@ _solution = known(
 
 
 @as_op(linalg.solve)
-def solve(x1: Any, x2: Any, /, *, depth: int | None = None) -> Tensor:
-    """Return x of A x = b; the backward pass solves with the factorization that is there."""
+def solve(x1: Any, x2: Any, /, *, refine: bool = False, depth: int | None = None) -> Tensor:
+    """Return x of A x = b; the backward pass solves with the factorization that is there.
+
+    It has full precision also with `refine`, if there will be a backward pass.
+    """
     a, b = as_tensor(x1), as_tensor(x2)
+    if refine and not (wants(a) or wants(b)):
+        return Tensor(linalg.solve(a.data, b.data, refine=True, depth=depth))
+    if refine:
+        factors.refinable(a.data, b.data)
     if b.ndim == 1:
         return solve(a, b[:, None], depth=depth)[..., 0]
     x, factor = factors.solved(a.data, b.data, depth)

@@ -26,8 +26,9 @@ def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     Parameters
     ----------
     function : callable
-        Gives one tensor, or a tuple of them, and when called again the same, bit for bit; for modules with dropout
-        see `parlinalg.nn.recompute`.  Parameters and tensors that it closes over get their gradients too.
+        Gives one tensor, or a tuple of them, which may be a named one and have DistArrays, constants, among them.  When
+        called again it gives the same, bit for bit; for modules with dropout see `parlinalg.nn.recompute`.  Parameters
+        and tensors that it closes over get their gradients too.
     *inputs, **named
         What it is given; those that are tensors stay in their layouts.  The arrays in them, and in tuples, lists and
         dicts of them, are saved for the backward pass.  Arrays that the function closes over are its own to keep: they
@@ -52,11 +53,11 @@ def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     used: dict[int, Node] = {}
     with only_noting(used):
         result = function(*inputs, **named)
-    results = result if isinstance(result, tuple) else (result,)
-    for each in results:
-        if not isinstance(each, Tensor):
+    for each in result if isinstance(result, tuple) else (result,):
+        if not isinstance(each, Tensor) and not (isinstance(each, DistArray) and isinstance(result, tuple)):
             raise TypeError(f"recompute: the function gives Tensors, not {type(each).__name__}")
-    if len(results) == 1 and results[0].node is not None:  # an input as it is
+    results = _tensors(result)
+    if not results or (len(results) == 1 and results[0].node is not None):  # constants, or an input as it is
         return result
     arrays: list[Block] = []
     made_again = taken_apart((inputs, named), arrays)
@@ -65,8 +66,16 @@ def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         inputs, named = made_again(arrays)
         return function(*inputs, **named)
 
-    made = _recomputed(call, arrays, results, tuple(used.values()))
-    return made if isinstance(result, tuple) else made[0]
+    made = iter(_recomputed(call, arrays, results, tuple(used.values())))
+    if not isinstance(result, tuple):
+        return next(made)
+    kind = getattr(type(result), "_make", type(result))  # a named tuple, such as that of an SVD, or another one
+    return kind(next(made) if isinstance(each, Tensor) else each for each in result)
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    """Return the tensors among what a function gives."""
+    return tuple(x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor))
 
 
 def taken_apart(value: Any, arrays: list[Block]) -> Callable[[Sequence[Block]], Any]:
@@ -115,8 +124,7 @@ def _recomputed(
 
     def again(walk: Walk, grad: Block, *arrays: Block) -> None:
         with recorded() as since:
-            found = function(arrays)
-            ys = found if isinstance(found, tuple) else (found,)
+            ys = _tensors(function(arrays))
             if (got := [(y.shape, y.layout) for y in ys]) != frames:
                 raise LayoutError(
                     f"recompute: the function gave {_told(frames)}, and when called again in the backward pass "

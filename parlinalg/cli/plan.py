@@ -9,6 +9,7 @@ from parlinalg.cli.parser import Commands, speaks
 from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Layout
+from parlinalg.linalg.blocks import FEW
 
 ROUTINES = {
     "cholesky": "A = L Lᴴ", "lu": "P A = L U", "solve": "A X = B by LU", "qr": "A = Q R",
@@ -54,7 +55,7 @@ def add(commands: Commands) -> None:
         routine.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
         routine.add_argument("--dtype", default="float64", help="of the matrix (default: %(default)s)")
         routine.add_argument(
-            "--apart", action="store_true", help="the ranks share no memory (default: up to 4 ranks share it)"
+            "--apart", action="store_true", help=f"the ranks share no memory (default: up to {FEW} ranks share it)"
         )
         routine.add_argument(
             "--measure", action="store_true", help="measure products, and under mpiexec latency and bandwidth"

@@ -131,8 +131,10 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
 
 
 @primitive
-def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> DistArray:
+def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> DistArray:
     """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
+    if isinstance(ord, str):
+        raise ValueError(f"vector_norm takes a number for ord, not {ord!r}, which matrix_norm may know")
     return reductions.vector_norm(x, ord, tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim), keepdims)
 
 
@@ -240,11 +242,17 @@ def _svd(a: DistArray, full_matrices: bool = True, compute_uv: bool = True, herm
 
 @handles(np.linalg.pinv)
 def _pinv(a: DistArray, rcond: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
+    if rcond is not None and rtol is not None:
+        raise ValueError("np.linalg.pinv takes rcond or rtol, two names of one limit, not both")
     return pinv(a, rtol=rcond if rtol is None else rtol)
 
 
 @handles(np.linalg.matrix_rank)
 def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
+    if tol is not None and rtol is not None:
+        raise ValueError(
+            "np.linalg.matrix_rank takes tol, a limit of singular values, or rtol, beside the largest; not both"
+        )
     if A.ndim < 2:  # a vector, or a number, has rank 1, unless it is 0
         return (A != 0).any().astype(np.int64)
     if tol is None:

@@ -633,13 +633,8 @@ ROUNDS = 5
 
 def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
     """Return x of A x = b by a factorization in half the precision; see `solve`."""
-    a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
-    same_grid([a, b])
-    n, dtype = a.shape[-1], np.result_type(a.dtype, b.dtype)
-    if dtype.char not in LOWER or a.ndim > 2 or b.ndim > 2:
-        raise TypeError(
-            f"solve(refine=True) takes one matrix of float64 or complex128, not {dtype} of shapes {a.shape}, {b.shape}"
-        )
+    a, b, dtype = refinable(a, b)
+    n = a.shape[-1]
     if b.shape[0] != n:
         raise ValueError(f"solve takes right-hand sides of {n} rows, not of shape {b.shape}")
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
@@ -685,6 +680,18 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
             step, _ = gmres(a, r[:, j], rtol=1e-6, restart=min(n, 30), maxiter=1, M=approximate)
             x[:, j] += step
     return solved(a, b, depth)[0]
+
+
+def refinable(a: DistArray, b: DistArray) -> tuple[DistArray, DistArray, np.dtype[Any]]:
+    """Return a system that `solve` can refine, and its dtype; raise TypeError of any other."""
+    a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
+    same_grid([a, b])
+    dtype = np.result_type(a.dtype, b.dtype)
+    if dtype.char not in LOWER or a.ndim > 2 or b.ndim > 2:
+        raise TypeError(
+            f"solve(refine=True) takes one matrix of float64 or complex128, not {dtype} of shapes {a.shape}, {b.shape}"
+        )
+    return a, b, dtype
 
 
 def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistArray, LUFactor | None]:
@@ -997,7 +1004,9 @@ def determinant(diagonal: np.ndarray, order: np.ndarray) -> tuple[Any, Any, floa
         return dtype.type(0), dtype.type(0), -math.inf
     with np.errstate(all="ignore"):
         value = diagonal.prod(dtype=dtype) * parity(order)
-        sign, log = (diagonal / np.abs(diagonal)).prod(dtype=dtype) * parity(order), float(np.log(sizes).sum())
+        large = diagonal * np.where(sizes < np.finfo(dtype).tiny, 2.0**100, 1.0).astype(sizes.dtype)  # to divide by
+        sign = (large / np.abs(large)).astype(dtype).prod(dtype=dtype) * parity(order)
+        log = float(np.log(sizes).sum())
         if not np.finfo(dtype).tiny <= abs(value) < math.inf:
             value = (sign * np.exp(log)).astype(dtype)
     return value, sign, log
@@ -1066,6 +1075,14 @@ def _no_layers(block: int | None, depth: int | None) -> int | None:
     if depth is not None and whole("depth, the number of layers,", depth, 1) != 1:
         raise ValueError(f"depth={depth!r} is for one matrix; stacks of matrices have no layers")
     return block if block is None else _rows(block)
+
+
+def cutoff(name: str, value: Any) -> float:
+    """Return the share of the largest singular value up to which others count as 0, a number."""
+    try:
+        return float(value if not isinstance(value, str | bool) else "no number")
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: rcond is a number, or None, not {value!r}") from None
 
 
 def _refuse(odd: bool | float, name: str) -> None:

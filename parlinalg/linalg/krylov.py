@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, whole
+from parlinalg.array.core import DistArray, same_grid, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import broadcast_to
@@ -234,6 +234,38 @@ def converted(y: DistArray, dtype: np.dtype[Any], what: str) -> DistArray:
     return y.astype(dtype, copy=False)
 
 
+def product(
+    y: Any, shape: tuple[int | None, ...], like: DistArray, layout: Layout | None, dtype: np.dtype[Any], what: str
+) -> DistArray:  # fmt: skip
+    """Return what a function gave for a product, in a layout and a dtype; None in `shape` is any number of rows.
+
+    Raises
+    ------
+    ValueError
+        If it is no array of this shape on the grid of `like`.
+    TypeError
+        If the dtype would lose imaginary parts.
+    """
+    fits = isinstance(y, DistArray) and y.ndim == len(shape) and y.grid is like.grid
+    if not fits or any(n not in (None, k) for n, k in zip(shape, y.shape, strict=True)):
+        given = f"of shape {y.shape}" if isinstance(y, DistArray) else f"a {type(y).__name__}"
+        given += " on another grid" if isinstance(y, DistArray) and y.grid is not like.grid else ""
+        wanted = str(shape).replace("None", "m")
+        raise ValueError(f"{what} is to be a DistArray of shape {wanted} on the grid of the vectors, not {given}")
+    return converted(y.summed() if layout is None else y.redistribute(layout), dtype, what)
+
+
+def tolerance(name: str, value: Any) -> float:
+    """Return a tolerance; raise ValueError if it is no number of at least 0."""
+    try:
+        found = -1.0 if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{name} is a number of at least 0, not {value!r}")
+    return found
+
+
 def lead_of(a: Any) -> tuple[int, ...]:
     """Return the leading dims of a stack of matrices; none of a function."""
     return a.shape[:-2] if isinstance(a, DistArray) else ()
@@ -252,6 +284,7 @@ def columns(name: str, b: Any, matrices: Sequence[Any]) -> tuple[DistArray, Call
     if not isinstance(b, DistArray) or b.ndim < 1:
         what = f"a DistArray of shape {b.shape}" if isinstance(b, DistArray) else type(b).__name__
         raise ValueError(f"{name} takes a right-hand side of shape (n,) or (..., n, k), a DistArray, not {what}")
+    same_grid([b, *(a for a in matrices if isinstance(a, DistArray))])
     b = b.summed()
     rest, leads = b.layout, [lead_of(a) for a in matrices]
     if not any(leads) and (b.ndim == 1 or (b.ndim == 2 and b.shape[1] == 1)):
@@ -286,9 +319,7 @@ class _System:
     """A x = b as a method has it: b, the first x and its residual as vectors, and products that lie like them."""
 
     def __init__(self, name: str, a: Any, b: Any, x0: Any, m: Any, rtol: float, atol: float, maxiter: Any) -> None:
-        for label, value in (("rtol", rtol), ("atol", atol)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}: {label} is a number of at least 0, not {value!r}")
+        rtol, atol = tolerance(f"{name}: rtol", rtol), tolerance(f"{name}: atol", atol)
         maxiter = None if maxiter is None else whole(f"{name}: maxiter", maxiter, 0)
         kinds = [getattr(v, "dtype", np.dtype(np.float32)) for v in (a, b, x0)]
         self.dtype = np.result_type(*kinds, np.float32)
@@ -340,11 +371,7 @@ class _System:
         return r if self._m is None else self._like(self._m(r), "M r")
 
     def _like(self, y: Any, what: str) -> DistArray:
-        if not isinstance(y, DistArray) or y.shape != self.b.shape or y.grid is not self.b.grid:
-            told = f"of shape {y.shape}" if isinstance(y, DistArray) else f"a {type(y).__name__}"
-            wanted = f"a DistArray of shape {self.b.shape} on b's grid"
-            raise ValueError(f"{self.name}: {what} is to be {wanted}, not {told}")
-        return converted(y.redistribute(self.layout), self.dtype, f"{self.name}: {what}")
+        return product(y, self.b.shape, self.b, self.layout, self.dtype, f"{self.name}: {what}")
 
     def result(self, info: int) -> tuple[DistArray, int]:
         """Return the solution in the shape of b, and 0 or the number of iterations that did not suffice."""
@@ -654,11 +681,15 @@ def lsqr(
         forward, backward = A
     else:
         raise TypeError(f"lsqr takes a DistArray or two functions (of x and of y: A x, Aᴴ y), not {type(A).__name__}")
+    damp, atol, btol = (tolerance(f"lsqr: {k}", v) for k, v in (("damp", damp), ("atol", atol), ("btol", btol)))
     kinds = [x.dtype for x in (A, b, x0) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
     dtype = np.result_type(*kinds, np.float32)
     u, back = columns("lsqr", b, [A])
     u = u.astype(dtype, copy=False)
     high = Vectors(u)
+
+    def times(x: DistArray) -> DistArray:
+        return product(forward(x), u.shape, b, u.layout, dtype, "lsqr: A x")
 
     def scaled(x: DistArray, vectors: Vectors) -> tuple[DistArray, np.ndarray]:
         size = vectors.norm(x)
@@ -669,9 +700,10 @@ def lsqr(
     norm = start = None
     if x0 is not None:
         start = _first_guess(x0, A, b, u).astype(dtype, copy=False)
-        norm, u = high.norm(u), u - converted(forward(start).redistribute(u.layout), dtype, "lsqr: A x")
+        norm, u = high.norm(u), u - times(start)
     u, beta = scaled(u, high)
-    v = converted(backward(u).summed(), dtype, "lsqr: Aᴴ y")
+    found: tuple[int | None, ...] = (None,) if u.ndim == 1 else (*u.shape[:-2], None, u.shape[-1])
+    v = product(backward(u), found, b, None, dtype, "lsqr: Aᴴ y")
     wide = Vectors(v)
     v, alpha = scaled(v, wide)
     x, w = v * 0.0 if start is None else start.redistribute(v.layout).copy(), v.copy()
@@ -688,10 +720,9 @@ def lsqr(
     while (istop == 7).any() and done < iterations:
         active = istop == 7
         done += 1
-        along = converted(forward(v).redistribute(u.layout), dtype, "lsqr: A x")
-        u, beta = scaled(along - high.factor(alpha) * u, high)
+        u, beta = scaled(times(v) - high.factor(alpha) * u, high)
         frobenius = np.where(active, np.hypot(np.hypot(frobenius, alpha), np.hypot(beta, damp)), frobenius)
-        along = converted(backward(u).redistribute(v.layout), dtype, "lsqr: Aᴴ y")
+        along = product(backward(u), v.shape, b, v.layout, dtype, "lsqr: Aᴴ y")
         v, alpha = scaled(along - wide.factor(beta) * v, wide)
         turned = np.hypot(rho_bar, damp)
         damped = np.where(active, np.hypot(damped, damp * _ratio(phi_bar, turned, active)), damped)

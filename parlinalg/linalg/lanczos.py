@@ -7,7 +7,7 @@ where the values of a matrix say so, and take the matrices of a stack one after 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,20 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import eye
 from parlinalg.array.shapes import reshape
-from parlinalg.layout import Layout
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, Layout
 from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
-from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied, assumed_steps, converted, lead_of
+from parlinalg.linalg.krylov import (
+    Apply,
+    Basis,
+    Operator,
+    Vectors,
+    applied,
+    assumed_steps,
+    lead_of,
+    product,
+    tolerance,
+)
 from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd, svdvals
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng
@@ -44,10 +55,61 @@ def _count(k: Any, n: int, name: str, most: int, what: str = "k") -> int:
     return whole(f"{name}: of {n} columns {what}", k, 1, most)
 
 
-def _matrices(a: Any, name: str) -> DistArray:
-    if not isinstance(a, DistArray) or a.ndim < 2:
-        raise LinAlgError(f"{name} takes a matrix, or a stack of them, not {getattr(a, 'shape', type(a).__name__)}")
-    return a.summed()
+class _Products(NamedTuple):
+    """The products of a matrix [..., m, n] and its adjoint with columns, and how the rows of what it takes lie."""
+
+    forward: Apply
+    backward: Apply
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    rows: Cut
+    grid: Grid
+
+
+def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
+    """Return the products of a matrix, or stack of them, or of two functions, for which a vector [n] says n.
+
+    Raises
+    ------
+    LinAlgError
+        If it is no matrix.
+    ValueError
+        If a vector of the right shape lacks, or the functions give no arrays of the right shapes.
+    """
+    if isinstance(a, DistArray) and a.ndim > 1:
+        a, adjoint = a.summed(), a.summed().mT.conj()
+        forward, backward = (lambda x: matmul(a, x)), (lambda y: matmul(adjoint, y))
+        return _Products(forward, backward, a.shape[-2:], _precise(a), a.layout.dims[-1], a.grid)
+    if not isinstance(a, tuple) or len(a) != 2 or not all(map(callable, a)):
+        raise LinAlgError(
+            f"{name} takes a matrix, or a stack of them, or two functions (of x and of y: A x, Aᴴ y), not "
+            f"{getattr(a, 'shape', type(a).__name__)}"
+        )
+    if not isinstance(vector, DistArray) or vector.ndim != 1:
+        raise ValueError(f"{name} of functions takes a DistArray {what} [n], which says n and how vectors lie")
+    v, (n,) = vector.summed(), vector.shape
+
+    def checked(function: Apply, rows: int | None, told: str) -> Apply:
+        def times(x: DistArray) -> DistArray:
+            y = function(x)
+            dtype = np.result_type(x.dtype, getattr(y, "dtype", x.dtype))
+            return product(y, (rows, x.shape[1]), v, None, dtype, f"{name}: {told}")
+
+        return times
+
+    one = v.astype(_precise(v))[:, None]
+    image = checked(a[0], None, "A x")(one)
+    m, dtype = image.shape[0], np.result_type(one.dtype, image.dtype)
+    return _Products(checked(a[0], m, "A x"), checked(a[1], n, "Aᴴ y"), (m, n), dtype, v.layout.dims[0], v.grid)
+
+
+def _begin(v0: Any, n: int, grid: Grid, name: str) -> DistArray:
+    """Return the vector to begin with; raise ValueError if it is none of n elements on the grid."""
+    if not isinstance(v0, DistArray) or v0.shape != (n,) or v0.grid is not grid:
+        given = f"of shape {v0.shape}" if isinstance(v0, DistArray) else f"a {type(v0).__name__}"
+        given += " on another grid" if isinstance(v0, DistArray) and v0.grid is not grid else ""
+        raise ValueError(f"{name}: v0 is a DistArray of shape ({n},) on the grid of A, not {given}")
+    return v0.summed()
 
 
 def _precise(*arrays: Any) -> np.dtype[Any]:
@@ -130,13 +192,15 @@ def eigsh(
     LinAlgError
         If they do not converge in `maxiter` restarts.
     """
-    if not isinstance(A, DistArray) and v0 is None:
+    if not isinstance(A, DistArray) and (not isinstance(v0, DistArray) or v0.ndim != 1):
         raise ValueError("eigsh of a function takes a DistArray v0 [n], where to begin: it says n and how vectors lie")
     if which not in WHICH:
         raise ValueError(f"eigsh: which is one of {', '.join(map(repr, WHICH))}, not {which!r}")
     n = A.shape[-1] if isinstance(A, DistArray) and A.ndim else v0.shape[0]  # type: ignore[union-attr]
     times = applied(A, "eigsh", n, stacks=True)
-    k = _count(k, n, "eigsh", n - 1)
+    k, tol = _count(k, n, "eigsh", n - 1), tolerance("eigsh: tol", tol)
+    if v0 is not None:
+        v0 = _begin(v0, n, A.grid if isinstance(A, DistArray) else v0.grid, "eigsh")
     dtype = _precise(A, v0)
     if isinstance(sigma, complex | np.complexfloating):
         raise TypeError(f"eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, not {sigma!r}")
@@ -149,8 +213,6 @@ def eigsh(
         return EighResult(*_one_by_one(lambda a: eigsh(a, k, **options), [A], shapes, dtype))
     if v0 is None:
         v0 = _start(A, n)  # type: ignore[arg-type]
-    elif v0.shape != (n,):
-        raise ValueError(f"eigsh: v0 has shape ({n},), not {v0.shape}")
     if sigma is not None:
         if not isinstance(A, DistArray):
             raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
@@ -172,7 +234,7 @@ def eigsh(
     for turn in range(turns):
         last, scale = 0.0, 1.0
         for j in range(basis.count - 1, held):
-            w, h, last = basis.orthogonalized(converted(times(basis[j]).redistribute(v.layout), dtype, "eigsh: A x"))
+            w, h, last = basis.orthogonalized(product(times(basis[j]), (n,), v, v.layout, dtype, "eigsh: A x"))
             t[: j + 1, j], t[j, : j + 1] = h, h.conj()
             if not np.isfinite(h).all():
                 raise LinAlgError("eigsh met NaNs or infinities")
@@ -227,8 +289,8 @@ def _assembled(basis: Basis, s: np.ndarray, like: DistArray) -> DistArray:
 
 @primitive
 def svds(
-    A: DistArray, k: int = 6, *, ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0,
-    return_singular_vectors: bool | str = True,
+    A: DistArray | tuple[Apply, Apply], k: int = 6, *, v0: DistArray | None = None, ncv: int | None = None,
+    maxiter: int | None = None, tol: float = 0.0, return_singular_vectors: bool | str = True,
 ) -> Any:  # fmt: skip
     """Return the k largest singular values, falling, of a matrix [..., m, n], with U [..., m, k] and Vᴴ [..., k, n].
 
@@ -238,87 +300,111 @@ def svds(
 
     Parameters
     ----------
+    A : DistArray [..., m, n], or two functions
+        Of x [n, s] and of y [m, s] with any number of columns: A x and Aᴴ y.
+    v0 : DistArray [n], optional
+        Where to begin; random by default, the same on every grid.  Of functions it says n and how vectors lie.
     ncv, maxiter, tol
         As of `eigsh`.
     return_singular_vectors : {True, False, "u", "vh"}
         False for the singular values alone; "u" or "vh" for one side's vectors, with None for the other's.
     """
-    A, wanted = _matrices(A, "svds"), return_singular_vectors
+    wanted = return_singular_vectors
     if not (isinstance(wanted, bool | np.bool_) or (isinstance(wanted, str) and wanted in ("u", "vh"))):
         raise ValueError(f"svds: return_singular_vectors is True, False, 'u' or 'vh', not {wanted!r}")
-    m, n = A.shape[-2:]
+    products = _products(A, "svds", v0, "v0")
+    m, n = products.shape
     k = _count(k, n, "svds", min(m, n) - 1)
+    v0 = None if v0 is None else _begin(v0, n, products.grid, "svds")
     every = {"U": ("m", (m, k)), "S": ("values", (k,)), "Vh": ("n", (k, n))}
     names = ["S"] if not wanted else ["U", "S"] if wanted == "u" else ["S", "Vh"] if wanted == "vh" else list(every)
 
-    def one(a: DistArray) -> list[DistArray]:
-        found = _svds(a, k, names, ncv=ncv, maxiter=maxiter, tol=tol)
+    def one(a: DistArray | None) -> list[DistArray]:
+        of = products if a is None else _products(a, "svds", v0, "v0")
+        start = v0 if a is None or v0 is not None else _start(a if m < n else a.mT, min(m, n))
+        found = _svds(of, start, k, names, ncv=ncv, maxiter=maxiter, tol=tol)  # type: ignore[arg-type]
         return [found[name] for name in names]
 
-    if A.ndim > 2:
-        parts = _one_by_one(one, [A], [every[name] for name in names], _precise(A))
+    if lead_of(A):
+        parts = _one_by_one(one, [A], [every[name] for name in names], products.dtype)
     else:
-        parts = one(A)
+        parts = one(A if isinstance(A, DistArray) else None)
     found = dict(zip(names, parts, strict=True))
     return SVDResult(found.get("U"), found["S"], found.get("Vh")) if wanted else found["S"]  # type: ignore[arg-type]
 
 
-def _svds(A: DistArray, k: int, names: Sequence[str], **options: Any) -> dict[str, DistArray]:
-    """Return the named results of `svds` for one matrix."""
-    (m, n), adjoint = A.shape, A.mT.conj()
+def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **options: Any) -> dict[str, DistArray]:
+    """Return the named results of `svds` for one matrix, beginning with a vector of its longer or shorter side."""
+    forward, backward, (m, n), dtype, *_ = of
+    start = start.astype(dtype, copy=False)
     if m < n:
+        start = start if start.shape[0] == m else forward(start[:, None])[:, 0]
         other = {"U": "Vh", "S": "S", "Vh": "U"}
-        turned = _svds(adjoint, k, [other[name] for name in names], **options)
+        turned = _svds(
+            of._replace(forward=backward, backward=forward, shape=(n, m)), start, k, [other[name] for name in names],
+            **options,
+        )  # fmt: skip
         return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
-    first = _start(adjoint, n)
-    _, v = eigsh(lambda x: matmul(adjoint, matmul(A, x)), k, v0=first.astype(_precise(A)), **options)
+    _, v = eigsh(lambda x: backward(forward(x[:, None]))[:, 0], k, v0=start, **options)
     if names == ["S"]:
-        return {"S": svdvals(matmul(A, v))}
-    u, s, turn = svd(matmul(A, v), full_matrices=False)
+        return {"S": svdvals(forward(v))}
+    u, s, turn = svd(forward(v), full_matrices=False)
     found = {"U": u, "S": s}
     return found | {"Vh": matmul(turn, v.mT.conj())} if "Vh" in names else found
 
 
 @primitive
-def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> DistArray:
+def range_finder(
+    A: DistArray | tuple[Apply, Apply], size: int, *, n_iter: int = 2, seed: int = 0, like: DistArray | None = None
+) -> DistArray:  # fmt: skip
     """Return Q [..., m, size] with orthonormal columns that about span what a matrix [..., m, n] mostly maps to.
 
     Parameters
     ----------
-    A : DistArray [..., m, n]
+    A : DistArray [..., m, n], or two functions
+        Of x [n, s] and of y [m, s] with any number of columns: A x and Aᴴ y.
     size : int
         Some more than the values that are wanted.
     n_iter : int
         Times that A Aᴴ is applied, with orthogonalization between: more for values that fall slowly.
     seed : int
         Of the random matrix, the same on every grid and for every matrix of a stack.
+    like : DistArray [n], optional
+        Needed with functions: it says n, the dtype and how vectors lie.
 
     Takes 2 + 2 `n_iter` products of A with `size` columns (Halko, Martinsson and Tropp 2011, algorithm 4.4).
     """
-    A = _matrices(A, "range_finder")
-    m, n = A.shape[-2:]
+    return _range(_products(A, "range_finder", like, "like"), size, n_iter, seed)
+
+
+def _range(of: _Products, size: int, n_iter: int, seed: int) -> DistArray:
+    """Return what `range_finder` does for the products of a matrix."""
+    m, n = of.shape
     size, n_iter = _count(size, n, "range_finder", min(m, n), "size"), whole("range_finder: n_iter", n_iter, 0)
-    adjoint = A.mT.conj()
-    dtype = np.result_type(A.dtype, np.float32)
-    y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[-1], None))
-    q = qr(matmul(A, y.astype(dtype))).Q
+    y = default_rng(seed).normal(size=(n, size), grid=of.grid, layout=Layout(of.rows, None))
+    q = qr(of.forward(y.astype(of.dtype))).Q
     for _ in range(n_iter):
-        q = qr(matmul(A, qr(matmul(adjoint, q)).Q)).Q
+        q = qr(of.forward(qr(of.backward(q)).Q)).Q
     return q
 
 
 @primitive
-def svd_lowrank(A: DistArray, k: int = 6, *, oversamples: int = 10, n_iter: int = 4, seed: int = 0) -> SVDResult:
+def svd_lowrank(
+    A: DistArray | tuple[Apply, Apply], k: int = 6, *, oversamples: int = 10, n_iter: int = 4, seed: int = 0,
+    like: DistArray | None = None,
+) -> SVDResult:  # fmt: skip
     """Return about the k largest singular values, falling, of [..., m, n], with U [..., m, k] and Vᴴ [..., k, n].
 
-    By `range_finder` with k + `oversamples` columns: few products, all with many columns.  What is found is as good as
-    the values beyond the k + `oversamples`-th are small; for digits that hold take `svds`.
+    By `range_finder` with k + `oversamples` columns, whose other arguments are as there: few products, all with many
+    columns.  What is found is as good as the values beyond the k + `oversamples`-th are small; for digits that hold
+    take `svds`.
     """
-    A = _matrices(A, "svd_lowrank")
-    least = min(A.shape[-2:])
-    k, oversamples = _count(k, A.shape[-1], "svd_lowrank", least), whole("svd_lowrank: oversamples", oversamples, 0)
-    q = range_finder(A, min(least, k + oversamples), n_iter=n_iter, seed=seed)
-    u, s, vh = svd(matmul(q.mT.conj(), A), full_matrices=False)
+    of = _products(A, "svd_lowrank", like, "like")
+    least = min(of.shape)
+    k, oversamples = _count(k, of.shape[1], "svd_lowrank", least), whole("svd_lowrank: oversamples", oversamples, 0)
+    q = _range(of, min(least, k + oversamples), n_iter, seed)
+    inner = matmul(q.mT.conj(), A) if isinstance(A, DistArray) else of.backward(q).mT.conj()
+    u, s, vh = svd(inner, full_matrices=False)
     return SVDResult(matmul(q, u[..., :k]), s[..., :k], vh[..., :k, :])
 
 
@@ -374,15 +460,17 @@ def lobpcg(
     def times(name: str, block: Any) -> Any:
         if name not in steps:
             return block
-        y = steps[name](DistArray(held(block), (n, block.shape[1]), layout, X.grid))
-        return converted(y.redistribute(layout), dtype, f"lobpcg: {name} x").block if X.grid.inside else block
+        x = DistArray(held(block), (n, block.shape[1]), layout, X.grid)
+        y = product(steps[name](x), x.shape, X, layout, dtype, f"lobpcg: {name} x")
+        return y.block if X.grid.inside else block
 
     start = X.redistribute(layout).astype(dtype)
     first = start.block if X.grid.inside else X.grid.backend.empty((0, k), dtype)
     vectors = Vectors(DistArray(first[:, 0].copy(), (n,), Layout(layout.dims[0]), X.grid))
     xp, back = start.xp, X.grid.backend.from_host
     eps = float(np.finfo(dtype).eps)
-    limit, assumed = eps**0.5 * n if tol is None else tol, assumed_steps(vectors.like)
+    limit = eps**0.5 * n if tol is None else tolerance("lobpcg: tol", tol)
+    assumed = assumed_steps(vectors.like)
 
     def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these."""

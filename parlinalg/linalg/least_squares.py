@@ -30,6 +30,7 @@ from parlinalg.linalg.factors import (
     _refuse,
     _scalar,
     by_rows,
+    cutoff,
     solve_triangular,
 )
 from parlinalg.linalg.krylov import assumed_steps
@@ -91,7 +92,7 @@ def lstsq(a: DistArray, b: DistArray, rcond: float | None = None, *, refine: boo
         One vector, for all matrices, or matrices.
     rcond : float, optional
         Singular values of at most `rcond` times the largest count as 0; by default max(m, n) times the dtype's eps.
-        Outside 0 < rcond < 1 it is eps, as LAPACK's and NumPy's.
+        Outside 0 < rcond < 1 it is eps / 2, LAPACK's machine precision, as NumPy's.
     refine : bool
         Factor A of float64 (complex128) in float32 (complex64), which moves half the bytes, and refine x by residuals
         of full precision until its backward error is that of a factorization in full precision.  R of half the
@@ -139,8 +140,9 @@ def least_squares(
     limit = float(np.finfo(dtype).eps)
     if rcond is None:
         limit *= max(m, n)
-    elif 0 < rcond < 1:
-        limit = float(rcond)
+    else:
+        given = cutoff("lstsq", rcond)
+        limit = given if 0 < given < 1 else limit / 2
     rank: int | DistArray
     if a.ndim == sides.ndim == 2:
         a, sides = a.summed(), sides.summed()

@@ -22,6 +22,7 @@ from parlinalg.linalg.factors import (
     _matrix,
     _refuse,
     cho_factor,
+    cutoff,
     q_above_identity,
     solve_triangular,
 )
@@ -443,9 +444,10 @@ def _frobenius(a: DistArray) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ bases
-def _rank(s: DistArray, shape: tuple[int, ...], rcond: float | None) -> int:
+def _rank(name: str, s: DistArray, shape: tuple[int, ...], rcond: float | None) -> int:
     if rcond is None:
         rcond = float(np.finfo(s.dtype).eps) * max(shape)
+    rcond = cutoff(name, rcond)
     return _counted((s > s.max() * s.dtype.type(rcond)).sum(), s.size) if s.size else 0
 
 
@@ -464,7 +466,7 @@ def orth(a: DistArray, rcond: float | None = None) -> DistArray:
     """
     a = _one(a, "orth")
     u, s, _ = svd(a, full_matrices=False)
-    return u[:, : _rank(s, a.shape, rcond)].redistribute(u.layout)
+    return u[:, : _rank("orth", s, a.shape, rcond)].redistribute(u.layout)
 
 
 @primitive
@@ -475,7 +477,7 @@ def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
     """
     a = _one(a, "null_space")
     _, s, vh = svd(a)
-    return vh[_rank(s, a.shape, rcond) :].mT.conj().redistribute(vh.layout)
+    return vh[_rank("null_space", s, a.shape, rcond) :].mT.conj().redistribute(vh.layout)
 
 
 # ------------------------------------------------------------------------------------------------ helpers

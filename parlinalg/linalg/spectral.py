@@ -160,7 +160,7 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
     if by_index is not None:
         try:
             low, high = (whole("an index", i, 0, n - 1) for i in by_index)
-        except ValueError:
+        except (TypeError, ValueError):
             low, high = n, 0
         if low > high:
             raise ValueError(
@@ -169,7 +169,10 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
         return lambda values: slice(low, high + 1)
     if by_value is None:
         return lambda values: slice(0, n)
-    least, most = (float(v) for v in by_value)
+    try:
+        least, most = (float(v) for v in by_value)
+    except (TypeError, ValueError):
+        least = most = math.nan
     if not least < most:
         raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
     if x.ndim > 2:

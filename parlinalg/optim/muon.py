@@ -13,7 +13,7 @@ from parlinalg.optim.groups import Option
 from parlinalg.optim.matrices import Matrix, matrices_of, split_of
 from parlinalg.optim.matrixwise import Matrixwise
 from parlinalg.optim.newton_schulz import PUBLISHED, Coefficients, Execution, Iteration, Team, choose, executions
-from parlinalg.optim.optimizer import below_one
+from parlinalg.optim.optimizer import as_number, below_one, whole
 
 Block = Any
 ADJUST = ("original", "match_rms_adamw")
@@ -96,10 +96,9 @@ class Muon(Matrixwise):
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)
         below_one(momentum=options["momentum"])
-        if not options["ns_steps"] >= 1:
-            raise ConfigError(f"Muon's ns_steps are at least 1, not {options['ns_steps']}")
+        whole("Muon", "ns_steps", options["ns_steps"])
         given = options["ns_coefficients"]
-        if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 3:
+        if not isinstance(given, Sequence) or len(given) != 3 or not all(map(math.isfinite, map(as_number, given))):
             raise ConfigError(f"Muon's ns_coefficients are three numbers, such as {PUBLISHED}, not {given!r}")
         options["ns_coefficients"] = tuple(map(float, given))
         if options["adjust_lr_fn"] not in ADJUST:

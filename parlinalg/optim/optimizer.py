@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from parlinalg.autograd import Parameter
 from parlinalg.comm.check import compare_states
@@ -338,18 +339,32 @@ class Optimizer(ABC):
                 )
 
 
-def at_least_zero(**settings: float) -> None:
-    """Raise a ConfigError unless all these are numbers of at least 0."""
+def as_number(value: Any) -> float:
+    """Return a setting as a number; NaN, which no range has, of what is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def at_least_zero(**settings: Any) -> None:
+    """Raise a ConfigError unless all these are finite numbers of at least 0."""
     for name, value in settings.items():
-        if not value >= 0:
-            raise ConfigError(f"an optimizer's {name} is at least 0, not {value}")
+        if not 0 <= as_number(value) < math.inf:
+            raise ConfigError(f"an optimizer's {name} is at least 0, not {value!r}")
 
 
-def below_one(**settings: float) -> None:
+def below_one(**settings: Any) -> None:
     """Raise a ConfigError unless all these are numbers of at least 0 and below 1."""
     for name, value in settings.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"an optimizer's {name} is at least 0 and below 1, not {value}")
+        if not 0 <= as_number(value) < 1:
+            raise ConfigError(f"an optimizer's {name} is at least 0 and below 1, not {value!r}")
+
+
+def whole(kind: str, name: str, value: Any, other: str = "") -> None:
+    """Raise a ConfigError unless an option of a kind of optimizer is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
+        raise ConfigError(f"{kind}'s {name} is a whole number of at least 1{other}, not {value!r}")
 
 
 def check_moments(options: dict[str, Any]) -> None:
@@ -359,5 +374,5 @@ def check_moments(options: dict[str, Any]) -> None:
         raise ConfigError(f"an optimizer's betas are two numbers, such as (0.9, 0.999), not {betas!r}")
     below_one(beta1=betas[0], beta2=betas[1])
     options["betas"] = (float(betas[0]), float(betas[1]))
-    if not options["eps"] > 0:
-        raise ConfigError(f"an optimizer's eps is above 0, not {options['eps']}")
+    if not as_number(options["eps"]) > 0:
+        raise ConfigError(f"an optimizer's eps is above 0, not {options['eps']!r}")

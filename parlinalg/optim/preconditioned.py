@@ -21,7 +21,7 @@ from parlinalg.optim.flat import Entry, FlatOptions, HomeState, InMemory, Run, s
 from parlinalg.optim.groups import Group, Option
 from parlinalg.optim.matrices import Exchange, Matrix, Slots, balanced, matrices_of, packed, resting, split_of
 from parlinalg.optim.matrixwise import Matrixwise
-from parlinalg.optim.optimizer import below_one
+from parlinalg.optim.optimizer import as_number, below_one, whole
 
 Block = Any
 GRAFTS = (None, "sgd", "adam")
@@ -58,8 +58,7 @@ class Preconditioned(Matrixwise):
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)
         for name in ("max_precond_dim", "precondition_frequency"):
-            if not options[name] >= 1:
-                raise ConfigError(f"{type(self).__name__}'s {name} is at least 1, not {options[name]}")
+            whole(type(self).__name__, name, options[name])
 
     def states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return () if group["matrices"] else self.OTHERS
@@ -308,12 +307,12 @@ class Shampoo(Preconditioned):
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)
         below_one(momentum=options["momentum"])
-        if not 0 < options["beta2"] <= 1:
-            raise ConfigError(f"Shampoo's beta2 is above 0 and at most 1, not {options['beta2']}")
-        if options["block_size"] is not None and not options["block_size"] >= 1:
-            raise ConfigError(f"Shampoo's block_size is at least 1, or None, not {options['block_size']}")
-        if not options["damping"] > 0:
-            raise ConfigError(f"Shampoo's damping is above 0, not {options['damping']}")
+        if not 0 < as_number(options["beta2"]) <= 1:
+            raise ConfigError(f"Shampoo's beta2 is above 0 and at most 1, not {options['beta2']!r}")
+        if options["block_size"] is not None:
+            whole("Shampoo", "block_size", options["block_size"], ", or None")
+        if not as_number(options["damping"]) > 0:
+            raise ConfigError(f"Shampoo's damping is above 0, not {options['damping']!r}")
         for name, right in (("grafting", GRAFTS), ("root", ROOTS)):
             if options[name] not in right:
                 raise ConfigError(f"Shampoo's {name} is {', '.join(map(repr, right))}, not {options[name]!r}")

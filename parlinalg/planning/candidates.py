@@ -171,7 +171,7 @@ class Candidate:
             values["zero"] = self.zero
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
-        if self.offload:
+        if self.offload and "offload" not in given:
             values["offload"] = dict(self.offload)
         more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
         if self.experts is not None:
@@ -251,6 +251,13 @@ def divisors(n: int) -> list[int]:
     return sorted({a for a, _ in factorizations(n, 2)})
 
 
+def given_offload(config: TrainingConfig) -> Offload:
+    """Return what a configuration lets rest elsewhere, by its kinds, and where."""
+    kinds = ("optimizer", "activations", "parameters", "gradients")
+    places = ((kind, getattr(config.offload, kind)) for kind in kinds)
+    return tuple((kind, place) for kind, place in places if place is not None)
+
+
 class Frame(NamedTuple):
     """A way to use the ranks: the sizes of the mesh, and the form of tensor parallelism."""
 
@@ -275,6 +282,8 @@ class Space:
         self._numbers: dict[tuple[int, int], int] = {}
         schedule = given.get("schedule")  # a configuration without a pipeline has none
         self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
+        self.offload = given_offload(config)
+        """What the configuration lets rest elsewhere, which all candidates do."""
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames():
@@ -335,7 +344,7 @@ class Space:
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts, order,
+                        experts, order, self.offload,
                     )  # fmt: skip
 
     def count(self, frame: Frame) -> int:
@@ -357,7 +366,11 @@ class Space:
 
     def stages(self, data: int) -> list[int]:
         """Return the stages of ZeRO."""
-        return [self.config.zero.stage] if "zero" in self.given else [0, 1, 2, 3] if data > 1 else [0]
+        if "zero" in self.given:
+            return [self.config.zero.stage]
+        away = dict(self.offload)  # stages 1 and 2 hold values in buckets, and all but 0 share gradients out
+        found = [0] if "gradients" in away else [0, 3] if "parameters" in away else [0, 1, 2, 3]
+        return found if data > 1 else [0]
 
     @cached_property
     def recompute(self) -> list[Any]:

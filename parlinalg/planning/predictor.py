@@ -266,7 +266,7 @@ class Predictor:
             return min(self.ranks, ranks * c.data) if c.zero >= stage else ranks
 
         states = self.ranks if self.config.optimizer.name in HOME else share(1)
-        kinds = self.kinds(c)
+        kinds = (*self.kinds(c), *dict(c.offload))
         found = 0 if "optimizer" in kinds else part.states // states
         found += 0 if "parameters" in kinds else part.weights // share(3)
         return found + (0 if self.settles(c) and {"parameters", "gradients"} & {*kinds} else part.gradients // share(2))

@@ -25,10 +25,10 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded, enumerated
-from parlinalg.planning.candidates import Candidate, Frame, Space
+from parlinalg.planning.candidates import Candidate, Frame, Space, given_offload
 from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.predictor import Planned, Predictor
@@ -92,16 +92,15 @@ def plan_training(
         If no candidate can split the batch, or none fits the memory; the message says the least that would do.
     """
     began = perf_counter()
-    _whole("ranks", ranks)
-    _whole("best", best)
-    if global_batch is not None:
-        _whole("global_batch", global_batch)
+    ranks, best = _whole("ranks", ranks), _whole("best", best)
+    global_batch = None if global_batch is None else _whole("global_batch", global_batch)
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(_named(checked) if machine is None else machine)
     found = found.with_fused_attention() if fused_attention else found
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
+    _check_places(checked, found)
     predictor = Predictor(checked, ranks, found, batch)
     space = Space(checked, given, ranks, batch, predictor.depth, _dtypes(checked, given, found))
     search = _Search(predictor, space, limit, best, exhaustive)
@@ -128,9 +127,20 @@ def _room(machine: Machine, ranks: int) -> int:
     return machine.memory * machine.ranks_per_node // max(machine.ranks_per_node, machine.ranks_on_node(ranks))
 
 
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _check_places(config: TrainingConfig, machine: Machine) -> None:
+    """Raise a ConfigError if a machine has no place for what a configuration lets rest elsewhere."""
+    for kind, place in given_offload(config):
+        if getattr(machine, place) is None:
+            raise ConfigError(
+                f"offload.{kind}={place!r}, but the machine {machine.name} has no table [{place}], which says how fast "
+                "and how large that is: add one to its file, or leave this key out"
+            )
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         raise ConfigError(f"{name}={value!r}: a plan takes a whole number of at least 1")
+    return value.__index__()
 
 
 def _bytes(value: int | str) -> int:
@@ -301,7 +311,7 @@ class _Search:
             found = [(c, p) for c in likely if (p := self._estimate(c)) is not None]
             for c, p in found:
                 self._reschedule(c, p, steps)
-            if any(self._fits(p) and not p.candidate.offload for _, p in found):
+            if any(self._fits(p) and p.candidate.offload == self.space.offload for _, p in found):
                 return
 
     def _enough(self) -> float:
@@ -392,11 +402,12 @@ class _Search:
             for p in self._fitting():
                 if len(first) < BEAM:
                     first.setdefault(p.candidate.frame, p)
-            new = [p.candidate for p in first.values() if replace(p.candidate, offload=()) not in varied]
+            own = self.space.offload
+            new = [p.candidate for p in first.values() if replace(p.candidate, offload=own) not in varied]
             if not new or self.predictor.traces >= TRACES:
                 return
             for i, chosen in enumerate(new):
-                best = replace(chosen, offload=())
+                best = replace(chosen, offload=own)
                 varied.add(best)
                 steps = list(self.space.steps(best.frame))
                 again = self.space.recompute

@@ -174,6 +174,7 @@ class Counted:
 REUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "solve": linalg.solve,
     "vectors": lambda a, b: linalg.solve(a, whole(b)[:, 0]),
+    "refined": lambda a, b: linalg.solve(a, b, refine=True),
     "inv": lambda a, b: linalg.inv(a),
     "det": lambda a, b: linalg.det(a),
     "slogdet": lambda a, b: linalg.slogdet(a).logabsdet,

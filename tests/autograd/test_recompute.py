@@ -177,6 +177,17 @@ def test_only_inputs_are_kept(widest: Grid) -> None:
     assert not recompute(function, tensor(X, widest, ROWS.x, wants=False)).requires_grad
 
 
+def test_named_results_and_constants(widest: Grid) -> None:
+    """An SVD stays one, and the sign of a determinant, which is no tensor, stays beside its logarithm."""
+    x = tensor(X[:4], widest, Layout("a", None))
+    recompute(pla.linalg.svd, x).S.sum().backward()
+    sign, log = recompute(pla.linalg.slogdet, x)
+    (sign * log).backward()
+    want = np.linalg.svd(X[:4])
+    want = want[0] @ want[2] + np.sign(np.linalg.det(X[:4])) * np.linalg.inv(X[:4]).T
+    np.testing.assert_allclose(x.grad.gather(), want, atol=1e-12)
+
+
 def test_a_function_that_is_not_the_same_again_is_told(widest: Grid) -> None:
     x, c, calls = tensor(X, widest, ROWS.x), tensor(X, widest, ROWS.x), []
 

@@ -374,6 +374,9 @@ class TestErrors:
         sign, log = linalg.slogdet(x)
         assert sign.gather() == 0
         assert log.gather() == -np.inf
+        tiny = pla.distribute(np.diag([3j, -1, -2]) * 1e-310, grid, Layout(None, None))  # whose inverses are infinite
+        np.testing.assert_allclose(linalg.slogdet(tiny).sign.gather(), 1j, rtol=1e-12)
+        assert linalg.det(tiny).gather() == 0
         with pytest.raises(np.linalg.LinAlgError, match=r"element \[3, 3\] of its diagonal is 0"):
             linalg.solve_triangular(
                 pla.distribute(np.diag([1.0, 1, 1, 0, 0]), grid, Layout(None, None)), pla.ones(5, grid)

@@ -137,6 +137,11 @@ def test_subsets(grid):
         linalg.eigh(x, subset_by_index=(3, 70))
     with pytest.raises(ValueError, match=r"subset_by_value is \(low, high\) with low < high, not \(2, 1\)"):
         linalg.eigvalsh(x, subset_by_value=(2, 1))
+    for given in (3, (1, 2, 3), ("a", "b")):
+        with pytest.raises(ValueError, match=r"subset_by_index is .first, last., whole numbers"):
+            linalg.eigh(x, subset_by_index=given)
+        with pytest.raises(ValueError, match=r"subset_by_value is .low, high. with low < high, not"):
+            linalg.eigh(x, subset_by_value=given)
     with pytest.raises(ValueError, match="not both"):
         linalg.eigh(x, subset_by_index=(0, 1), subset_by_value=(0, 1))
 

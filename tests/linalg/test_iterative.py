@@ -405,6 +405,25 @@ def test_some_singular_vectors(grid, shape):
     close(abs(right.Vh), abs(every.Vh.gather()), 1e-9)
 
 
+@pytest.mark.parametrize("shape", [(20, 13), (13, 20)], ids=str)
+def test_singular_values_of_functions(grid, shape):
+    """Two functions stand for a matrix; a vector says how many columns it has, and how vectors lie."""
+    for dtype in (np.float64, np.complex128):
+        a = random(*shape, dtype=dtype, seed=6)
+        s, A = np.linalg.svd(a, compute_uv=False)[:3], placed(grid, a, 1)
+        products, v = ((lambda x: A @ x), (lambda y: A.mT.conj() @ y)), placed(grid, random(shape[1]), 1)
+        found = [svds(products, 3, v0=v), svds(A, 3, v0=v), svd_lowrank(products, 3, n_iter=12, like=v)]
+        for u, values, vh in found:
+            assert values.shape == (3,)
+            close(values, s, 1e-9)
+            close(A @ vh.mT.conj(), (u * values).gather(), 1e-7)
+            close(u.mT.conj() @ u, np.eye(3), 1e-9)
+        assert found[0].U.dtype == dtype
+        q = range_finder(products, 5, like=v)
+        assert q.shape == (shape[0], 5)
+        close(q.mT.conj() @ q, np.eye(5), 1e-12)
+
+
 def test_numpys_whole_numbers(grid):
     a, w = definite(6)
     A, B = placed(grid, a, 1), placed(grid, random(6), 1)
@@ -435,7 +454,23 @@ def test_zeros_solve_systems_of_zeros(grid):
 
 def test_wrong_use(grid):
     a, b = placed(grid, definite(6)[0], 1), placed(grid, random(6), 1)
+    own = np.ones(6)  # SciPy's kind of vector
+    other = pla.ones(6, grid=pla.Grid({"z": grid.world.size}, grid.world, grid.backend.name))
+    none = lambda x: None  # noqa: E731
     wrong = [
+        (lambda: eigsh(a, 2, v0=own), ValueError, r"eigsh: v0 is a DistArray of shape \(6,\) .* not a ndarray"),
+        (lambda: eigsh(a, 2, v0=other), ValueError, r"not of shape \(6,\) on another grid"),
+        (lambda: eigsh(none, 2, v0=b), ValueError, r"eigsh: A x is to be a DistArray of shape \(6,\).* not a NoneType"),
+        (lambda: eigsh(a, 2, tol=np.nan), ValueError, "eigsh: tol is a number of at least 0, not nan"),
+        (lambda: svds((none, none), 2), ValueError, "svds of functions takes a DistArray v0"),
+        (lambda: svds((none, none), 2, v0=b), ValueError, r"svds: A x is to be a DistArray of shape \(m, 1\)"),
+        (lambda: lobpcg(none, b[:, None]), ValueError, r"lobpcg: A x is to be a DistArray of shape \(6, 1\)"),
+        (lambda: lobpcg(a, b[:, None], tol="1"), ValueError, "lobpcg: tol is a number of at least 0, not '1'"),
+        (lambda: lsqr((none, none), b), ValueError, r"lsqr: Aᴴ y is to be a DistArray of shape \(m,\)"),
+        (lambda: lsqr(a, b, damp=np.nan), ValueError, "lsqr: damp is a number of at least 0, not nan"),
+        (lambda: cg(a, b, rtol="1"), ValueError, "cg: rtol is a number of at least 0, not '1'"),
+        (lambda: cg(a, other), pla.errors.GridError, "arrays on different grids meet"),
+        (lambda: lsqr(a, other), pla.errors.GridError, "arrays on different grids meet"),
         (lambda: cg(a[:4], b), np.linalg.LinAlgError, r"cg takes a matrix of shape \(6, 6\), not \(4, 6\)"),
         (lambda: cg("a", b), TypeError, "cg takes a DistArray or a function of DistArrays for a matrix, not str"),
         (lambda: cg(a, "b"), ValueError, r"right-hand side of shape \(n,\) or \(..., n, k\), a DistArray, not str"),
@@ -483,7 +518,7 @@ def test_wrong_use(grid):
         (lambda: lsqr(a, b, iter_lim=1.5), ValueError, "iter_lim is a whole number of at least 0, not 1.5"),
         (lambda: lsqr(a, b, x0=b[:2]), ValueError, r"x0 has the shape of the solution, \(6,\), not \(2,\)"),
         (lambda: lsqr(a, b, x0=np.zeros(6)), ValueError, "x0 is a DistArray of the solution's shape on b's grid"),
-        (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, or a stack of them, not \(6,\)"),
+        (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, .* or two functions .*, not \(6,\)"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
         (lambda: eigsh(a, 2, v0=b * 0), ValueError, "eigsh: v0 is zero"),
         *(

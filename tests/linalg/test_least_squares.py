@@ -83,6 +83,10 @@ def test_singular_values_that_count(grid):
             assert got.rank == want[2] == rank, (shape, rcond)
             same(got.x, want[0], 1e-8)
             assert got.residuals.shape == want[1].shape
+    between = np.diag([1, 1.5e-16, 0])  # LAPACK's machine precision is half of eps
+    for rcond, rank in ((None, 1), (-1, 2), (0, 2)):
+        x, y = placed(grid, between, rng), placed(grid, np.ones(3), rng)
+        assert linalg.lstsq(x, y, rcond).rank == np.linalg.lstsq(between, np.ones(3), rcond)[2] == rank
     kahan = np.sin(1.2) ** np.arange(60)[:, None] * (np.eye(60) - np.cos(1.2) * np.triu(np.ones((60, 60)), 1))
     s = np.linalg.svd(kahan, compute_uv=False)  # the least is far below the diagonal
     limit = float(np.sqrt(s[-1] * s[-2]) / s[0])
@@ -202,6 +206,8 @@ def test_wrong_use(grid, refine):
             x, y = (pla.distribute(v, grid, grid.default_layout(v.shape)) for v in (a, b))
             with pytest.raises(ValueError, match="lstsq takes finite numbers; the array has NaNs or infinities"):
                 linalg.lstsq(x, y, refine=refine)
+    with pytest.raises(TypeError, match="lstsq: rcond is a number, or None, not 'warn'"):
+        linalg.lstsq(x, y, "warn")
     for shape, sides in (((3, 2), (4,)), ((2, 3, 2), (2,)), ((2, 3, 2), (2, 2, 3)), ((3, 2), (3, 2, 1))):
         with pytest.raises(np.linalg.LinAlgError, match=r"lstsq takes matrices \[..., m, n\] and right-hand sides"):
             linalg.lstsq(pla.ones(shape, grid), pla.ones(sides, grid), refine=refine)

@@ -186,6 +186,9 @@ def test_ranks(grid):
     same(np.linalg.matrix_rank(x, limits), np.linalg.matrix_rank(a, tol))
     same(np.linalg.matrix_rank(x, rtol=limits), np.linalg.matrix_rank(a, rtol=tol))
     same(np.linalg.pinv(x, limits), np.linalg.pinv(a, tol), 1e-12)
+    for function in (np.linalg.pinv, np.linalg.matrix_rank):
+        with pytest.raises(ValueError, match="not both"):
+            function(x, 0.1, rtol=0.1)
     for vector in (np.zeros(3), np.array([0, 1.0]), np.zeros(0)):
         assert int(np.linalg.matrix_rank(placed(grid, vector))) == np.linalg.matrix_rank(vector)
 

@@ -136,6 +136,8 @@ def test_replicas_save_what_is_published():
     """Solomonik and Demmel's LU on 512 ranks: about 30% fewer words with 2 copies, 39% with 4."""
     text = plan_linalg("lu", 10_000, ranks=512, depth=1).explain()
     assert "with 4 layers panels and sums would be 2,734,375 words, not 4,492,188 or more, 39% fewer" in text
+    text = plan_linalg("solve", 1000, ranks=8, depth=8).explain()
+    assert "with 8 layers panels and sums are 875,000 words, 250% more than the 250,000 of one layer" in text
     assert "on 8 ranks more would save no words" in plan_linalg("lu", 10_000, ranks=8).explain()
 
 

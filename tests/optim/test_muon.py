@@ -365,7 +365,11 @@ def test_groups_and_what_is_refused(make_grid, world):
     for options, says in [
         ({"execution": "house"}, "execution is None, 'home', 'gram', 'grid', not 'house'"),
         ({"adjust_lr_fn": "sum"}, "adjust_lr_fn is 'original' or 'match_rms_adamw', not 'sum'"),
-        ({"ns_steps": 0}, "ns_steps are at least 1, not 0"),
+        ({"ns_steps": 0}, "ns_steps is a whole number of at least 1, not 0"),
+        ({"ns_steps": 2.5}, "ns_steps is a whole number of at least 1, not 2.5"),
+        ({"ns_coefficients": (1, 2, "x")}, "ns_coefficients are three numbers"),
+        ({"lr": "x"}, "lr is at least 0, not 'x'"),
+        ({"lr": math.inf}, "lr is at least 0, not inf"),
         ({"ns_coefficients": (1, 2)}, "three numbers, such as .* not \\(1, 2\\)"),
         ({"momentum": 1.0}, "momentum is at least 0 and below 1"),
         ({"adamw": "head"}, r"list of parts of names, such as \['head'\]"),

@@ -216,9 +216,11 @@ def test_memory_homes_and_what_is_refused(make_grid, world):
         with pytest.raises(pla.ConfigError, match="is too little"):
             plan(model, optimizer, memory=found.step, path="nowhere")
     for kind, options, says in [
-        (optim.SOAP, {"precondition_frequency": 0}, "SOAP's precondition_frequency is at least 1, not 0"),
-        (optim.Shampoo, {"max_precond_dim": 0}, "Shampoo's max_precond_dim is at least 1, not 0"),
-        (optim.Shampoo, {"block_size": 0}, "Shampoo's block_size is at least 1, or None, not 0"),
+        (optim.SOAP, {"precondition_frequency": 0}, "frequency is a whole number of at least 1, not 0"),
+        (optim.Shampoo, {"max_precond_dim": 0}, "Shampoo's max_precond_dim is a whole number of at least 1, not 0"),
+        (optim.SOAP, {"precondition_frequency": 2.5}, "is a whole number of at least 1, not 2.5"),
+        (optim.Shampoo, {"block_size": "8"}, "is a whole number of at least 1, or None, not '8'"),
+        (optim.Shampoo, {"block_size": 0}, "Shampoo's block_size is a whole number of at least 1, or None, not 0"),
         (optim.Shampoo, {"damping": 0.0}, "damping is above 0, not 0.0"),
         (optim.Shampoo, {"beta2": 1.5}, "beta2 is above 0 and at most 1, not 1.5"),
         (optim.Shampoo, {"grafting": "rms"}, "grafting is None, 'sgd', 'adam', not 'rms'"),

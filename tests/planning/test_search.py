@@ -206,7 +206,27 @@ def test_what_cannot_be_imagined_leaves_the_answer_unproven(monkeypatch):
 
 def test_what_does_not_fit_names_the_least_memory():
     with pytest.raises(PlanError, match=r"no configuration on 2 ranks fits 64.00 KiB a rank: the least .* is .* by "):
-        plan(2, memory=1 << 16, parallel={"tensor": 1, "sequence": 1, "pipeline": 1}, zero=0)
+        plan(np.int64(2), memory=1 << 16, parallel={"tensor": 1, "sequence": 1, "pipeline": 1}, zero=0)
+
+
+def test_what_the_configuration_offloads_rests_there():
+    """All candidates offload it: it takes no memory, and its copies take time; the plan's file keeps the keys."""
+    given = {
+        "model": {"name": "mlp", "hidden": [64, 32]}, "data": "digits", "batch_size": 64,
+        "parallel": {"pipeline": 1, "sequence": 1, "tensor": 1},
+    }  # fmt: skip
+    plain = pla.plan_training({**given, "zero": 0}, ranks=2, machine="laptop").best[0]
+    away = {"optimizer": "disk", "path": "states"}
+    made = pla.plan_training({**given, "zero": 0, "offload": away}, ranks=2, machine="laptop")
+    first = made.best[0]
+    assert first.memory["states"] == 0 < plain.memory["states"] < first.disk
+    assert first.seconds > plain.seconds
+    assert "optimizer on a disk" in str(first.candidate)
+    assert made.configuration["offload"] == away
+    rests = pla.plan_training({**given, "offload": {"parameters": "disk"}}, ranks=2, machine="laptop")
+    assert {p.candidate.zero for p in rests.best} == {0, 3}  # 1 and 2 hold values in buckets
+    with pytest.raises(ConfigError, match=r"offload.optimizer='host', but the machine laptop has no table \[host\]"):
+        pla.plan_training({**given, "offload": {"optimizer": "host"}}, ranks=2, machine="laptop")
 
 
 @pytest.mark.parametrize(
@@ -215,6 +235,7 @@ def test_what_does_not_fit_names_the_least_memory():
         ({"ranks": 0}, "ranks=0: a plan takes a whole number of at least 1"),
         ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
         ({"ranks": 2, "memory": "many"}, "memory is a number of bytes of at least 0"),
+        ({"ranks": 2, "memory": "1e400"}, "within the range of floats, not '1e400'"),
         ({"ranks": 2, "memory": 0}, "memory=0: give the bytes that a rank may use"),
         ({"ranks": 2, "global_batch": -1}, "global_batch=-1"),
         ({"ranks": 2, "layers": 3}, "layers"),
