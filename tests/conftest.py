@@ -48,6 +48,8 @@ from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
 from tests.runs import (  # noqa: E402
     ALONE_SHARE,
+    HEAVY,
+    HEAVY_SHARE,
     HERE_SHARE,
     MANY,
     PROGRAMS,
@@ -164,7 +166,8 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
             return False
         mark = item.get_closest_marker("one_in")
         few = full or len(item.config.stash[COLLECTED]) < MANY
-        kin = mark.args[0] if mark else PROGRAMS_SHARE if item.nodeid.startswith((*chain(*PROGRAMS),)) else 1
+        programs, heavy = item.nodeid.startswith((*chain(*PROGRAMS),)), item.nodeid.startswith(HEAVY)
+        kin = mark.args[0] if mark else PROGRAMS_SHARE if programs else HEAVY_SHARE if heavy else 1
         few = few or item.get_closest_marker("always")
         return bool(few) or chosen(item.name, 1, backend, kin, item.config.option.seed)
     if mark := item.get_closest_marker("ranks"):

@@ -18,9 +18,10 @@ import pytest
 from tests.launching import ROOT, launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
+RUNS = [(1, "cupy"), (1, "numpy")]
+"""Every commit runs a small part of the tests on these."""
 WHOLE = [2, 4]
-"""Commits run large parts of the tests in turn on 2 and on 4 ranks, and on the others of these a small one."""
+"""Commits run a large part of the tests on 2 and on 4 ranks in turn."""
 WHOLE_SHARES = {2: 6, 4: 18}  # one in so many tests on 2 and on 4 ranks, where they take more than twice as long
 HERE_SHARE = 5
 """Of tests that can communicate, and run on one rank without MPI, one in so many if all are to run."""
@@ -28,10 +29,10 @@ ALONE_SHARE = 3
 """Of tests that run on so many ranks and no fewer, one in so many runs."""
 TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(4, "cupy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 24, (1, "cupy"): 30, (2, "numpy"): 30, (3, "numpy"): 18, (4, "numpy"): 60, (4, "cupy"): 40,
+SHARES = {(1, "numpy"): 24, (1, "cupy"): 30, (3, "numpy"): 24, (4, "cupy"): 40,
           (5, "numpy"): 9, (6, "numpy"): 40, (7, "numpy"): 9, (8, "numpy"): 120, (12, "numpy"): 20}  # fmt: skip
-"""In these runs one in so many of the tests that also run on other numbers of ranks, unless it is their turn to run
-all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
+"""In these runs one in so many of the tests that also run on other numbers of ranks; with --full and in runs that are
+asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
 PROGRAMS = [
@@ -44,9 +45,13 @@ PROGRAMS = [
      "tests/testing/test_users.py"),
 ]  # fmt: skip
 """Files whose tests start programs and wait for them."""
-PROGRAMS_SHARE = 4
+PROGRAMS_SHARE = 5
 """Of these tests, unless they are marked `one_in`, one in so many if all are to run."""
-APART = [*PROGRAMS, ("tests/planning/", "tests/backend/", "tests/autograd/test_ring.py")]
+HEAVY = ("tests/planning/", "tests/backend/")
+"""Files whose tests compile or trace a lot, and start nothing."""
+HEAVY_SHARE = 2
+"""The same of these."""
+APART = [*PROGRAMS, (*HEAVY, "tests/autograd/test_ring.py")]
 """If all tests run, processes of their own run these, each one part: a test is in the first part that names it."""
 MANY = 1000  # tests, from which on all are said to run
 
@@ -75,14 +80,14 @@ def whole(seed: int) -> int:
 def runs_of(seed: int) -> list[tuple[int, str]]:
     """Return the runs of a commit: (ranks, backend)."""
     turn = TURNS[seed // len(WHOLE) % len(TURNS)] if whole(seed) == WHOLE[0] else []
-    return [*RUNS, *turn]
+    return [*RUNS, (whole(seed), "numpy"), *turn]
 
 
 @cache
 def _period(ranks: int, backend: str) -> int:
-    """The number of commits from one to the next whose run on these ranks takes a part of the tests."""
+    """The number of commits from one that has a run on these ranks to the next; 1 if none has."""
     cycle, run = len(WHOLE) * len(TURNS), (ranks, backend)
-    return cycle // (sum(run in runs_of(seed) and run != (whole(seed), "numpy") for seed in range(cycle)) or cycle)
+    return cycle // (sum(run in runs_of(seed) for seed in range(cycle)) or cycle)
 
 
 def seed_of(root: Path = ROOT) -> int:
