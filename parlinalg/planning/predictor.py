@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from parlinalg.errors import ParlinalgError
 from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.pipeline.simulate import Costs, Dependencies
+from parlinalg.pipeline.simulate import Costs, Dependencies, simulate
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
 from parlinalg.planning.machine import Machine
 from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, on_their_way, trace_part
-from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
+from parlinalg.planning.timeline import COMPUTED, Stage, Timeline, pipeline_timeline, sharing, timeline
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import OffloadConfig, TensorConfig, TrainingConfig
@@ -492,15 +492,19 @@ class Predictor:
             reduce=[sum(f["reduce"] for f in own) + self._replicas(c, schedule, own, local) for own in held],
             step=[sum(f["update"] for f in own) for own in held],
         )  # fmt: skip
-        run = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
-        seconds, work = run.bounds(costs)
-        flight = list(map(float, run.held))
+        shape = schedule.name, schedule.ranks, schedule.microbatches, c.chunks
+        of = [f.get(f"{span}: {cause}", 0.0) for f in stages for span in ("pass", "reduce", "update") for cause in COMPUTED]
+        whole = sum(f[span] for f in stages for span in ("forward", "backward", "reduce", "update"))
+        computed = sum(of) / max(1e-300, whole)
+        faster = sharing(self.machine, self.node, self.ranks, schedule.ranks, computed)
+        seconds, work = _simulated(shape, costs, faster)
+        pace = work / dependencies(*shape).bounds(costs)[1] if work else 1.0  # below 1 where cores are left to others
+        flight = list(map(float, dependencies(*shape).held))
         if (more := c.microbatches - schedule.microbatches) > 0:  # each further round of microbatches takes as long
-            rounds = more / schedule.ranks
-            fewer = dependencies(schedule.name, schedule.ranks, schedule.microbatches - schedule.ranks, c.chunks)
-            seconds += rounds * (seconds - fewer.bounds(costs)[0])
-            flight = [n + rounds * (n - before) for n, before in zip(run.held, fewer.held, strict=True)]
-            work += more * sum(f["forward"] + f["backward"] for f in stages)
+            rounds, less = more / schedule.ranks, (*shape[:2], schedule.microbatches - schedule.ranks, c.chunks)
+            before = _simulated(less, costs, faster)
+            seconds, work = seconds + rounds * (seconds - before[0]), work + rounds * (work - before[1])
+            flight = [n + rounds * (n - few) for n, few in zip(flight, dependencies(*less).held, strict=True)]
         bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
         memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
         messages = AHEAD * max(f["message"] for f in stages)
@@ -517,7 +521,7 @@ class Predictor:
         passes = c.microbatches / schedule.copies
         times: list[tuple[float, Figures, str]] = [(passes, f, "pass") for f in busiest]
         times += [(1, f, name) for f in busiest for name in ("reduce", "update")]
-        spent = _causes(times)
+        spent = {cause: s * pace for cause, s in _causes(times).items()}
         spent["idle"] = spent.get("idle", 0.0) + max(0.0, seconds - sum(spent.values()))
         words, across, within = _in_step([(n, f, name) for n, f, name in times if name == "pass"])
         ends = _in_step([(1, f, "end") for f in busiest])
@@ -728,6 +732,18 @@ def _flops(model: Any, batch: int, inputs: Inputs) -> float:
     if inputs.language:
         return float(model.flops(batch, inputs.length))
     return 6.0 * batch * sum(m.multiplications for m in model.modules())
+
+
+Shape = tuple[str, int, int, int | None]
+"""Of a schedule: its name, ranks, microbatches and chunks."""
+
+
+def _simulated(shape: Shape, costs: Costs, faster: Callable[[int], float] | None) -> tuple[float, float]:
+    """Return the makespan of a schedule, and the work of its ranks; where these share cores, `sharing` says how."""
+    if faster is None:
+        return dependencies(*shape).bounds(costs)
+    made = simulate(make_schedule(*shape), costs, faster, check=False)
+    return made.makespan, sum(made.busy(rank) for rank in range(shape[1]))
 
 
 @lru_cache(maxsize=64)

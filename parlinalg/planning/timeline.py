@@ -30,6 +30,8 @@ from parlinalg.pipeline.simulate import Costs, Simulation, simulate
 from parlinalg.planning.machine import OFFLOADS, Machine, Transfer
 from parlinalg.planning.trace import Attention, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
+COMPUTED = ("products", "other kernels")
+"""The causes of time in which a rank computes."""
 TRANSPORT_SHARE = 0.5
 """The most of a computing rank's processor that transport takes.
 
@@ -130,7 +132,7 @@ class Timeline:
     def compute(self) -> float:
         """Seconds in which the slowest rank computes."""
         causes = self.causes[self.slowest]
-        return sum(causes.get(name, 0.0) for name in ("products", "other kernels"))
+        return sum(causes.get(name, 0.0) for name in COMPUTED)
 
     @property
     def idle(self) -> float:
@@ -140,7 +142,7 @@ class Timeline:
     @property
     def exposed(self) -> float:
         """Seconds in which the slowest rank does nothing but wait for communication that is under way."""
-        others = ("products", "other kernels", "idle", "launching", *OFFLOADS)
+        others = (*COMPUTED, "idle", "launching", *OFFLOADS)
         return sum(s for cause, s in self.causes[self.slowest].items() if cause not in others)
 
     @property
@@ -900,8 +902,8 @@ def pipeline_timeline(
         reduce=[seconds(t) for t in reduce] or 0.0,
         step=[seconds(t) for t in step] or 0.0,
     )  # fmt: skip
-    crowded = machine.crowd(node, size) > 1 and machine.overlap.receiving < 1
-    faster = _sharing(machine, node, size, schedule.ranks, list(known.values())) if crowded else None
+    computed = sum(run.compute for run in known.values()) / max(1e-300, sum(run.seconds for run in known.values()))
+    faster = sharing(machine, node, size, schedule.ranks, computed)
     simulation = simulate(schedule, costs, faster)
     passes = Counter(
         (span.rank, schedule.chunks[span.rank][span.chunk].stage) for span in simulation.spans if span.op is Op.FORWARD
@@ -921,7 +923,7 @@ def pipeline_timeline(
                 flops += times * found.flops // size * width
                 for cause, s in next(iter(found.causes.values())).items():
                     spent[cause] += times * s
-        if crowded and (whole := sum(spent.values())):  # the times are those beside ranks that all compute
+        if faster and (whole := sum(spent.values())):  # the times are those beside ranks that all compute
             spent = defaultdict(float, {cause: s * simulation.busy(rank) / whole for cause, s in spent.items()})
         spent["idle"] += max(0.0, simulation.makespan - sum(spent.values()))
         causes[places[rank]] = {name: s for name, s in spent.items() if s > 0}
@@ -929,20 +931,21 @@ def pipeline_timeline(
     return Timeline(machine, simulation.makespan, (), causes, flops, most.dtype, size, {}, simulation)
 
 
-def _sharing(
-    machine: Machine, node: int, size: int, stages: int, runs: Sequence[Timeline]
-) -> Callable[[int], float]:  # fmt: skip
+def sharing(
+    machine: Machine, node: int, size: int, stages: int, computed: float
+) -> Callable[[int], float] | None:  # fmt: skip
     """Return how many times as fast each of so many pipeline ranks works as if all computed, by how many work.
 
-    Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed goes
-    faster then.
+    Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed, this
+    share of a pass, goes faster then.  None where ranks have cores of their own, or poll.
     """
-    crowd, sharing = machine.crowd(node, size), node if machine.cores_of == "node" else size
-    computed = sum(run.compute for run in runs) / sum(run.seconds for run in runs)
+    crowd, together = machine.crowd(node, size), node if machine.cores_of == "node" else size
+    if crowd <= 1 or machine.overlap.receiving >= 1:
+        return None
 
     def speed(busy: int) -> float:
-        at_work = min(sharing, max(1, round(busy * sharing / stages))) - 1
-        room = crowd * _speed_beside(sharing - 1, at_work, machine.overlap.receiving, machine.cores)
+        at_work = min(together, max(1, round(busy * together / stages))) - 1
+        room = crowd * _speed_beside(together - 1, at_work, machine.overlap.receiving, machine.cores)
         return 1 / (computed / room + 1 - computed)
 
     return speed

@@ -102,6 +102,18 @@ def test_bounds_are_below_full_traces():
         assert predictor.memory_bound(c) <= found.bytes, c
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("data", "pipeline", "tensor"), [(2, 2, 2), (1, 4, 2), (2, 4, 1)])
+def test_estimates_where_pipeline_ranks_leave_their_cores_to_others(data, pipeline, tensor, schedule):
+    """On hosts that share cores a pipeline's bubble costs little; estimates know that, as full traces do."""
+    predictor = _predictor({**AGAIN, "hidden_size": 256}, ranks=8, machine="hosts_1gbit")
+    form = {"size": tensor, "mode": "1d"} if tensor > 1 else None
+    c = _candidate(data, pipeline, microbatches=4, tensor=form, schedule=schedule)
+    found, whole = predictor.estimate(c), predictor.full(c)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert found.bubble == pytest.approx(whole.bubble, abs=0.03)
+
+
 def test_a_given_schedule_stays_without_a_given_pipeline():
     config = {**GPT, "schedule": {"name": "zb-h1", "microbatches": 4}}
     space = Space(load(config), config, 4, 8, 8, [""])
