@@ -25,7 +25,7 @@ from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
-from parlinalg.linalg import factors, spectral
+from parlinalg.linalg import factors, spectral, systems
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 
 
@@ -129,10 +129,10 @@ def solve(x1: Any, x2: Any, /, *, refine: bool = False, depth: int | None = None
     if refine and not (wants(a) or wants(b)):
         return Tensor(linalg.solve(a.data, b.data, refine=True, depth=depth))
     if refine:
-        factors.refinable(a.data, b.data)
+        systems.refinable(a.data, b.data)
     if b.ndim == 1:
         return solve(a, b[:, None], depth=depth)[..., 0]
-    x, factor = factors.solved(a.data, b.data, depth)
+    x, factor = systems.solved(a.data, b.data, depth)
     return _solution(a, b, x, factor, a.data if factor is None else None, False)
 
 

@@ -26,27 +26,15 @@ from parlinalg.array.namespace import (
 from parlinalg.array.reductions import extreme_size
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import (
-    LinAlgError,
-    cho_factor,
-    cholesky,
-    det,
-    inv,
-    lu,
-    lu_factor,
-    qr,
-    qr_factor,
-    slogdet,
-    solve,
-    solve_triangular,
-    triangle_of_qr,
-)
+from parlinalg.linalg.factors import cho_factor, cholesky, lu, lu_factor, qr, qr_factor, triangle_of_qr
 from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
 from parlinalg.linalg.least_squares import lstsq
+from parlinalg.linalg.matrices import LinAlgError
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
 from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, pinv, svd, svdvals
+from parlinalg.linalg.systems import det, inv, slogdet, solve, solve_triangular
 from parlinalg.matmul import matmul
 
 __all__ = [

@@ -1,42 +1,31 @@
-"""Factorizations of distributed matrices, and what follows from them: solutions, inverses, determinants."""
+"""Factorizations of distributed matrices: objects in their working form, and the factors themselves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, same_grid, whole
+from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import computed
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.joining import stack
-from parlinalg.array.namespace import broadcast_to, tril, triu
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
-from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout, cut_lengths, index_of
+from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
+from parlinalg.linalg.blocks import TALL
 from parlinalg.linalg.cholesky import Cholesky
-from parlinalg.linalg.lu import LU
+from parlinalg.linalg.lu import LU, determinant
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, scalar, tiles_for
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
-from parlinalg.matmul import matmul
-from parlinalg.redistribute import count
 
 if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
-
-LinAlgError = np.linalg.LinAlgError
-FLOATING = "fdFD"
-CROWDED = 4
-"""The most ranks a core for which only as many ranks as cores factor a matrix."""
-ODD = "NaNs or infinities"
 
 
 class QRResult(NamedTuple):
@@ -53,7 +42,6 @@ class SlogdetResult(NamedTuple):
     logabsdet: DistArray
 
 
-# ------------------------------------------------------------------------------------------------ factor objects
 class Factor:
     """A factorization that stays in its working form, so that many solutions pay the way there once."""
 
@@ -76,7 +64,7 @@ class Factor:
 
     def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[Any, list[Numbers], DistArray]:
         """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix."""
-        b = _matrix(b, "solve", vectors=True)
+        b = as_matrix(b, "solve", vectors=True)
         if b.ndim > 2 or b.shape[0] != m or b.grid is not self.grid:
             raise ValueError(
                 f"solve takes right-hand sides of shape ({m},) or ({m}, k) on the factor's grid, not of {b.shape}"
@@ -101,10 +89,10 @@ class CholeskyFactor(Factor):
     def __init__(
         self, a: DistArray, block: int | None = None, *, passing: bool = False, depth: int | None = None
     ) -> None:  # fmt: skip
-        a = _matrix(a, "cholesky", square=True)
+        a = as_matrix(a, "cholesky", square=True)
         super().__init__(a)
         n = a.shape[0]
-        self.tiles = tiles = _tiles(a, block, "cholesky", depth)
+        self.tiles = tiles = tiles_for(a, block, "cholesky", depth)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
         on_host = isinstance(a.block, np.ndarray)  # there L's diagonal tells
         t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
@@ -121,7 +109,7 @@ class CholeskyFactor(Factor):
             self._t = tiles.own(t, self.columns)
         odd, minor = tiles.worst([not (finite and work.finite), n + 1 - work.minor if work.minor else 0])
         if odd:
-            _refuse(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
+            refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
             raise LinAlgError(
                 f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
@@ -184,9 +172,9 @@ class LUFactor(Factor):
         self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
         spent: bool = False,
     ) -> None:  # fmt: skip
-        a = _matrix(a, "lu_factor")
+        a = as_matrix(a, "lu_factor")
         super().__init__(a)
-        self.tiles = tiles = _tiles(a, block, "lu" if b is None else "solve", depth)
+        self.tiles = tiles = tiles_for(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
         more, width = [x[:0] for x in every], 0
@@ -232,7 +220,7 @@ class LUFactor(Factor):
             finite = finite and kernels.finite(a.summed().block)
         zeros = kernels.zeros(self.diagonal)
         odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
-        _refuse(odd, "lu_factor" if b is None else "solve")
+        refuse_odd(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
 
@@ -347,13 +335,13 @@ class LUFactor(Factor):
     def det(self) -> DistArray:
         """The determinant of A."""
         self._square()
-        return _scalar(determinant(self.diagonal, self.permutation)[0], self.dtype, self.grid)
+        return scalar(determinant(self.diagonal, self.permutation)[0], self.dtype, self.grid)
 
     def slogdet(self) -> SlogdetResult:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
         self._square()
         _, sign, log = determinant(self.diagonal, self.permutation)
-        return SlogdetResult(_scalar(sign, self.dtype, self.grid), _scalar(log, self.diagonal.real.dtype, self.grid))
+        return SlogdetResult(scalar(sign, self.dtype, self.grid), scalar(log, self.diagonal.real.dtype, self.grid))
 
     def _square(self) -> None:
         if self.shape[0] != self.shape[1]:
@@ -369,9 +357,9 @@ class QRFactor(Factor):
     def __init__(
         self, a: DistArray, block: int | None = None, b: DistArray | None = None, name: str = "qr", keep: bool = True
     ) -> None:  # fmt: skip
-        a = _matrix(a, name)
+        a = as_matrix(a, name)
         super().__init__(a)
-        (m, n), self.tiles = a.shape, _tiles(a, block, "qr")
+        (m, n), self.tiles = a.shape, tiles_for(a, block, "qr")
         self.rows, self.columns, extra = self.tiles.rows(m), self.tiles.columns(n), 0
         width = 0
         if b is not None:  # right-hand sides ride along, in tiles behind those of A, and become Qᴴ b
@@ -388,7 +376,7 @@ class QRFactor(Factor):
         self._work = QR(self.tiles, t, (m, n), extra, keep)
         with np.errstate(all="ignore"):
             self._work.run()
-        _refuse(self.tiles.worst([not finite])[0], name)
+        refuse_odd(self.tiles.worst([not finite])[0], name)
 
     @cached_property
     def tops(self) -> list[Numbers]:
@@ -522,7 +510,6 @@ class QRFactor(Factor):
         return self.tiles.home(x, self.rows, columns, (m, b.shape[1]), b.layout.with_partial(()))
 
 
-# ------------------------------------------------------------------------------------------------ functions
 @primitive
 def cho_factor(
     a: DistArray, block: int | None = None, *, depth: int | None = None
@@ -544,10 +531,10 @@ def cho_factor(
     LinAlgError
         If a leading minor is not positive, which it names.
     """
-    if _matrix(a, "cholesky").ndim > 2:
+    if as_matrix(a, "cholesky").ndim > 2:
         from parlinalg.linalg.stacks import CholeskyStack
 
-        return CholeskyStack(a, _no_layers(block, depth))
+        return CholeskyStack(a, no_layers(block, depth))
     return CholeskyFactor(a, block, depth=depth)
 
 
@@ -558,20 +545,20 @@ def lu_factor(a: DistArray, block: int | None = None, *, depth: int | None = Non
     A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are shared out.
     `block` and `depth` are as in `cho_factor`.
     """
-    if _matrix(a, "lu_factor").ndim > 2:
+    if as_matrix(a, "lu_factor").ndim > 2:
         from parlinalg.linalg.stacks import LUStack
 
-        return LUStack(a, _no_layers(block, depth))
+        return LUStack(a, no_layers(block, depth))
     return LUFactor(a, block, depth=depth)
 
 
 @primitive
 def qr_factor(a: DistArray, block: int | None = None) -> QRFactor | QRStack:
     """Return the factorization A = Q R of a matrix [m, n], or those of matrices [..., m, n], in their working form."""
-    if _matrix(a, "qr").ndim > 2:
+    if as_matrix(a, "qr").ndim > 2:
         from parlinalg.linalg.stacks import QRStack
 
-        return QRStack(a, _no_layers(block, None))
+        return QRStack(a, no_layers(block, None))
     return QRFactor(a, block)
 
 
@@ -589,163 +576,13 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
     ValueError
         If the matrices have NaNs or infinities.
     """
-    x = _matrix(x, "cholesky", square=True)
+    x = as_matrix(x, "cholesky", square=True)
     if x.ndim > 2:
-        _no_layers(None, depth)
-        found = _batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x, lower=True)[0]
+        no_layers(None, depth)
+        found = batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x, lower=True)[0]
     else:
         found = CholeskyFactor(x, passing=True, depth=depth).L
     return found if not upper else found.mT.conj().redistribute(found.layout)
-
-
-@primitive
-def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False, depth: int | None = None) -> DistArray:
-    """Return x of A x = b for square matrices A = `x1` and b = `x2`, in the layout of b.
-
-    Parameters
-    ----------
-    x1 : DistArray [..., n, n]
-    x2 : DistArray [n] or [..., n, k]
-        One vector, or matrices.
-    refine : bool
-        Factor one matrix of float64 (complex128) in float32 (complex64), which moves half the bytes, and
-        refine the solution by residuals of full precision until it is as accurate as without: by GMRES with the
-        factors, where they alone do not suffice (Carson and Higham 2017).  A matrix too ill conditioned for that is
-        factored once more, in full precision.
-    depth : int, optional
-        The number of layers of ranks that hold tiles of the whole matrix (2.5D), a product of sizes of the grid's axes:
-        fewer words for so many times the memory.  By default what the plan chooses.
-
-    Raises
-    ------
-    LinAlgError
-        If a matrix is singular.
-    TypeError
-        If `refine` is given for numbers of half the precision, or for stacks.
-    """
-    return refined(x1, x2, depth) if refine else solved(x1, x2, depth)[0]
-
-
-LOWER = {"d": np.dtype(np.float32), "D": np.dtype(np.complex64)}
-ROUNDS = 5
-"""Times that a solution is refined by each way before the next is tried."""
-
-
-def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
-    """Return x of A x = b by a factorization in half the precision; see `solve`."""
-    a, b, dtype = refinable(a, b)
-    n = a.shape[-1]
-    if b.shape[0] != n:
-        raise ValueError(f"solve takes right-hand sides of {n} rows, not of shape {b.shape}")
-    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-    if b.ndim == 1:
-        return reshape(refined(a, b[:, None], depth), (n,)).redistribute(b.layout.with_partial(()))
-    if not b.size:
-        return solved(a, b, depth)[0]
-    largest = float(abs(a).max())
-    if not largest or not math.isfinite(largest) or not math.isfinite(1 / largest):
-        return solved(a, b, depth)[0]
-    try:
-        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth)
-        factor.check()
-    except LinAlgError:
-        return solved(a, b, depth)[0]
-
-    def approximate(r: DistArray) -> DistArray:
-        sizes = abs(r).max(axis=0)
-        sizes = sizes + (sizes == 0)
-        return factor.solve((r / sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
-
-    bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
-
-    from parlinalg.linalg.krylov import assumed_steps, gmres
-
-    assumed = assumed_steps(b, "refinements", "how often a solution is corrected")
-
-    def lacking(x: DistArray, r: DistArray, turn: int) -> np.ndarray:
-        """Return the columns whose residual is larger than rounding makes it (LAPACK's `dsgesv`)."""
-        excess = (abs(r).max(axis=0) - bound * abs(x).max(axis=0)).gather()
-        return np.flatnonzero(~(excess <= 0) if assumed is None else np.full(b.shape[1], turn < assumed))
-
-    x = approximate(b)
-    for turn in range(2 * ROUNDS):
-        r = b - matmul(a, x)
-        left = lacking(x, r, turn)
-        if not len(left):
-            return x.redistribute(b.layout.with_partial(()))
-        if turn < ROUNDS:
-            x = x + approximate(r)
-            continue
-        for j in left.tolist():
-            step, _ = gmres(a, r[:, j], rtol=1e-6, restart=min(n, 30), maxiter=1, M=approximate)
-            x[:, j] += step
-    return solved(a, b, depth)[0]
-
-
-def refinable(a: DistArray, b: DistArray) -> tuple[DistArray, DistArray, np.dtype[Any]]:
-    """Return a system that `solve` can refine, and its dtype; raise TypeError of any other."""
-    a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
-    same_grid([a, b])
-    dtype = np.result_type(a.dtype, b.dtype)
-    if dtype.char not in LOWER or a.ndim > 2 or b.ndim > 2:
-        raise TypeError(
-            f"solve(refine=True) takes one matrix of float64 or complex128, not {dtype} of shapes {a.shape}, {b.shape}"
-        )
-    return a, b, dtype
-
-
-def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistArray, LUFactor | None]:
-    """Return x of A x = b, and of one matrix the factorization; of stacks None."""
-    a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
-    same_grid([a, b])
-    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
-        raise ValueError(f"solve takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
-    dtype = np.result_type(a.dtype, b.dtype)
-    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-    if b.ndim == 1:
-        x, factor = solved(a, b[:, None], depth)
-        x = reshape(x, (*a.shape[:-1],))
-        return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
-    if a.ndim > 2 or b.ndim > 2:
-        _no_layers(None, depth)
-        return _batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0], None
-    factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
-    return factor.carried(b), factor
-
-
-@primitive
-def inv(x: DistArray, /) -> DistArray:
-    """Return the inverses of square matrices [..., n, n], in their layout.
-
-    Raises
-    ------
-    LinAlgError
-        If a matrix is singular.
-    """
-    x = _matrix(x, "inv", square=True)
-    if x.ndim > 2:
-        return _batches("inv", lambda xp, a: xp.linalg.inv(a), inv, x)[0]
-    one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
-    return LUFactor(x, b=one).carried(one)
-
-
-@primitive
-def slogdet(x: DistArray, /) -> SlogdetResult:
-    """Return the signs (or phases) of the determinants of square matrices and the logarithms of their sizes."""
-    x = _matrix(x, "slogdet", square=True)
-    if x.ndim > 2:
-        sign, log = _batches("slogdet", lambda xp, a: tuple(xp.linalg.slogdet(a)), slogdet, x)
-        return SlogdetResult(sign, log)
-    return LUFactor(x).slogdet()
-
-
-@primitive
-def det(x: DistArray, /) -> DistArray:
-    """Return the determinants of square matrices."""
-    x = _matrix(x, "det", square=True)
-    if x.ndim > 2:
-        return _batches("det", lambda xp, a: xp.linalg.det(a), det, x)[0]
-    return LUFactor(x).det
 
 
 @primitive
@@ -757,14 +594,14 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     mode : {"reduced", "complete"}
         k = min(m, n), or m.
     """
-    x = _matrix(x, "qr")
+    x = as_matrix(x, "qr")
     if mode not in ("reduced", "complete"):
         raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
     one = x.ndim == 2
     if one and mode == "reduced" and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x)) is not None:
         return found
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
+        return QRResult(*batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
     m, n = x.shape
     work = QRFactor(x)
     r = work.R
@@ -783,12 +620,12 @@ def _small(x: DistArray) -> bool:
 @primitive
 def triangle_of_qr(x: DistArray) -> DistArray:
     """Return R [..., k, n] of the factorizations A = Q R of matrices [..., m, n], as `qr` does, and make no Q."""
-    x = _matrix(x, "qr")
+    x = as_matrix(x, "qr")
     one = x.ndim == 2
     if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
         return found.R
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return _batches("qr", lambda xp, a: xp.linalg.qr(a, "r"), triangle_of_qr, x)[0]
+        return batches("qr", lambda xp, a: xp.linalg.qr(a, "r"), triangle_of_qr, x)[0]
     return QRFactor(x, keep=False).R
 
 
@@ -798,7 +635,7 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
     Each rank makes its rows of the identity, and the reflections are held once, not by all ranks of a node.
     """
     (m, n), grid, layout = a.shape, a.grid, a.layout
-    tiles = _tiles(a, None, "qr", shape=(m + n, n))
+    tiles = tiles_for(a, None, "qr", shape=(m + n, n))
     rows, columns = tiles.rows(m + n), tiles.columns(n)
     tops, rest = [x[x < m] for x in rows], [x[x >= m] - m for x in rows]
     first = last = t = tiles.bring(a, tops, columns)
@@ -859,289 +696,9 @@ def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
     return (work.P, *work.factors())
 
 
-@primitive
-def solve_triangular(
-    a: DistArray, b: DistArray, *, lower: bool = False, adjoint: bool = False, unit_diagonal: bool = False
-) -> DistArray:
-    """Return x of A x = b for triangular matrices, or with `adjoint` of Aᴴ x = b, in the layout of b.
-
-    Parameters
-    ----------
-    a : DistArray [..., n, n]
-        The other triangle is not read.
-    b : DistArray [n] or [..., n, k]
-
-    Raises
-    ------
-    LinAlgError
-        If an element of the diagonal is 0, which it names.
-    """
-    a, b = _matrix(a, "solve_triangular", square=True), _matrix(b, "solve_triangular", vectors=True)
-    same_grid([a, b])
-    dtype = np.result_type(a.dtype, b.dtype)
-    if a.ndim > 2 or b.ndim > 2:
-        return _stacks_of_triangles(
-            a.astype(dtype, copy=False), b.astype(dtype, copy=False), lower, adjoint, unit_diagonal
-        )
-    a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
-    given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
-    held = Factor(a)
-    held.tiles = _tiles(a, None, "solve_triangular")
-    few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
-    with np.errstate(all="ignore"):
-        if few and b.shape[0] == n:
-            x = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
-            x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
-        else:
-            rows, columns = held.tiles.rows(n), held.tiles.columns(n)
-            y, sides, matrix = held._right_hand_sides(b, rows, n)
-            triangular.substitute(held.tiles, held.tiles.bring(a, rows, columns), rows, y, n, sides, **given)
-            x = held._home(y, rows, sides, n, matrix, b)
-    finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
-    odd, zero = map(int, held.tiles.worst([not (finite and kernels.finite(x.block)), zero]))
-    if odd or zero:  # by what was given?
-        odd = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
-        _refuse(held.tiles.worst([odd])[0], "solve_triangular")
-    if zero:
-        raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
-    return x
-
-
-def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> DistArray:
-    """Return x of op(A) x = b for few right-hand sides, which move to where A lies."""
-    grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
-    cuts, own = layout.dims[::-1] if adjoint else layout.dims, b.layout
-    there, back = Layout(cuts[0], None), Layout(cuts[1], None)
-    if not grid.inside:
-        return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid)
-    rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
-    down, across = (grid.comm(cut) for cut in cuts)
-    t, lower = a.block.T if adjoint else a.block, lower != adjoint
-    pieces = triangular.pieces_at_rest(rows, columns, n)[:: 1 if lower else -1]
-    if not own.partial and len(rows) * len(columns) == grid.size > 1:
-        every = map(grid.coords_of, range(grid.size))
-        coords = [(index_of(cuts[0], grid.sizes, at), index_of(cuts[1], grid.sizes, at)) for at in every]
-        y = b.block.conj() if adjoint else b.block
-        x = triangular.solved_in_common(
-            grid.everyone, (down, across), coords, t, (rows, columns), y, grid.block(own, b.shape), (n, sides), pieces,
-            lower=lower, unit=unit,
-        )  # fmt: skip
-        if x is not None:
-            for src, dst in ((own, there), (back, own)):
-                count(src, dst, b.shape, grid, a.dtype)
-            return DistArray(x.conj() if adjoint else x, b.shape, own, grid)
-    b = b.redistribute(there)
-    y = b.block.conj() if adjoint else b.block
-    x = triangular.solved(down, across, t, (rows, columns), y, pieces, lower=lower, unit=unit, blocks=True)
-    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid)
-
-
-def _diagonal(a: DistArray) -> tuple[bool, int]:
-    """Return of what this rank has of the diagonal whether it is finite, and n less the number of its first 0, or 0."""
-    if not a.grid.inside:
-        return True, 0
-    rows, columns = a.grid.block(a.layout, a.shape)
-    first, last = max(rows.start, columns.start), min(rows.stop, columns.stop)
-    own = a.block[first - rows.start :, first - columns.start :].diagonal()[: max(0, last - first)]
-    zeros = kernels.zeros(own)
-    return kernels.finite(own), a.shape[0] - first - int(zeros[0]) if len(zeros) else 0
-
-
-def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool, unit: bool) -> DistArray:
-    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
-        raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
-    if b.ndim == 1:
-        return reshape(_stacks_of_triangles(a, b[:, None], lower, adjoint, unit), a.shape[:-1])
-
-    a = (tril if lower else triu)(a, k=(-1 if lower else 1) * unit)  # what is not read may be anything
-
-    def local(xp: Any, p: Any, q: Any) -> Any:
-        p = p + xp.eye(p.shape[-1], dtype=p.dtype) if unit else p
-        p = p.swapaxes(-1, -2).conj() if adjoint else p
-        if lower == adjoint:
-            return xp.linalg.solve(p, q)
-        # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
-        return xp.linalg.solve(p[..., ::-1, ::-1], q[..., ::-1, :])[..., ::-1, :]
-
-    def one(p: DistArray, q: DistArray) -> DistArray:
-        return solve_triangular(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit)
-
-    return _batches("solve_triangular", local, one, a, b, like=1)[0]
-
-
-# ------------------------------------------------------------------------------------------------ helpers
-def parity(order: np.ndarray) -> int:
-    """Return the sign of a permutation.
-
-    >>> parity(np.array([1, 0, 2])), parity(np.array([1, 2, 0]))
-    (-1, 1)
-    """
-    seen, sign = np.zeros(len(order), bool), 1
-    following = order.tolist()
-    for start in range(len(following)):
-        at, length = start, 0
-        while not seen[at]:
-            seen[at] = True
-            at, length = following[at], length + 1
-        if length and length % 2 == 0:
-            sign = -sign
-    return sign
-
-
-def determinant(diagonal: np.ndarray, order: np.ndarray) -> tuple[Any, Any, float]:
-    """Return the determinant, its sign (or phase) and the logarithm of its size, of U's diagonal and the rows' order.
-
-    A product that leaves the range of numbers on its way is found by the logarithm.
-
-    >>> value, sign, log = determinant(np.array([1e200, -1e200, 1e-300, 1e-100]), np.arange(4))
-    >>> bool(abs(value + 1) < 1e-12), float(sign), bool(abs(log) < 1e-12)
-    (True, -1.0, True)
-    """
-    if not has_values(diagonal):
-        return 0, 0, 0.0
-    dtype, sizes = diagonal.dtype, np.abs(diagonal).astype(np.float64)
-    if not sizes.all():
-        return dtype.type(0), dtype.type(0), -math.inf
-    with np.errstate(all="ignore"):
-        value = diagonal.prod(dtype=dtype) * parity(order)
-        large = diagonal * np.where(sizes < np.finfo(dtype).tiny, 2.0**100, 1.0).astype(sizes.dtype)  # to divide by
-        sign = (large / np.abs(large)).astype(dtype).prod(dtype=dtype) * parity(order)
-        log = float(np.log(sizes).sum())
-        if not np.finfo(dtype).tiny <= abs(value) < math.inf:
-            value = (sign * np.exp(log)).astype(dtype)
-    return value, sign, log
-
-
-def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
-    """Return an array of matrices in a floating dtype; refuse what is none."""
-    if not isinstance(x, DistArray):
-        raise TypeError(f"{name} takes DistArrays, not {type(x).__name__}; distribute(array) makes one")
-    if x.ndim < (1 if vectors else 2):
-        raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
-    if square and x.shape[-1] != x.shape[-2]:
-        raise LinAlgError(f"{name} takes square matrices, not of shape {x.shape}")
-    if x.dtype.kind in "biu":
-        return x.astype(np.float64)
-    if x.dtype.char not in FLOATING:
-        raise TypeError(f"{name} takes float32, float64, complex64 and complex128, not {x.dtype}; convert by astype()")
-    return x
-
-
 def _ones_where_equal(rows: Numbers, columns: Numbers, grid: Grid, dtype: np.dtype[Any]) -> Any:
     """Return these rows and columns of the identity, on the device of the grid's blocks."""
     backend = grid.backend
     if not backend.values:
         return backend.zeros((len(rows), len(columns)), dtype)
     return (backend.from_host(rows)[:, None] == backend.from_host(columns)[None, :]).astype(dtype)
-
-
-def _rows(block: Any) -> int:
-    return whole("block, the rows and columns of a tile,", block, 1)
-
-
-def _tiles(
-    a: DistArray, block: int | None, routine: str, depth: int | None = 1, shape: tuple[int, int] | None = None
-) -> Tiles:  # fmt: skip
-    """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses.
-
-    They are those for a matrix of another `shape`, if it is given.
-    """
-    block = None if block is None else _rows(block)
-    grid, (m, n) = a.grid, shape or a.shape[-2:]
-    near = not grid.inside or grid.everyone.local_size == grid.size
-    if depth is None:
-        depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
-    workers = at_work(grid, routine) if near and depth == 1 else grid.size
-    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, workers, near), depth, workers)
-    if tiles.D > 1 and not grid.backend.host_memory:
-        raise ValueError(f"depth={depth} is for grids whose arrays lie on the host; on GPUs ranks form one layer")
-    if block is None:
-        tiles.size = block_size(routine, m, n, tiles.R, tiles.C, tiles.D)
-    return tiles
-
-
-def at_work(grid: Grid, routine: str) -> int:
-    """Return how many ranks of one node factor a matrix: all, or as many as it has cores for.
-
-    Where ranks outnumber cores, those beyond would wait for their turn in every step.  But those at work hold more
-    then: so only for `cholesky`, which needs a triangle, and up to `CROWDED` times their share.
-    """
-    fewer = routine == "cholesky" and grid.backend.host_memory and grid.cores < grid.size <= CROWDED * grid.cores
-    return grid.cores if fewer else grid.size
-
-
-def _no_layers(block: int | None, depth: int | None) -> int | None:
-    """Return `block`; refuse layers for stacks, whose matrices have ranks of their own."""
-    if depth is not None and whole("depth, the number of layers,", depth, 1) != 1:
-        raise ValueError(f"depth={depth!r} is for one matrix; stacks of matrices have no layers")
-    return block if block is None else _rows(block)
-
-
-def cutoff(name: str, value: Any) -> float:
-    """Return the share of the largest singular value up to which others count as 0, a number."""
-    try:
-        return float(value if not isinstance(value, str | bool) else "no number")
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: rcond is a number, or None, not {value!r}") from None
-
-
-def _refuse(odd: bool | float, name: str) -> None:
-    if odd:
-        raise ValueError(f"{name} takes finite numbers; the array has {ODD}")
-
-
-def _scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
-    if not grid.backend.values:
-        return DistArray(grid.backend.from_host(np.empty((), dtype)), (), Layout(), grid)
-    return DistArray(grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), grid)
-
-
-def _batches(
-    name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0,
-    lower: bool = False,
-) -> tuple[DistArray, ...]:  # fmt: skip
-    """Return what a function of matrices, or with `lower` of lower triangles, gives for stacks of them.
-
-    As many matrices as ranks, or more, are shared out and computed by each rank alone, by `local(xp, blocks)`; fewer
-    are computed one after the other by all ranks, by `one`.
-    """
-    stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
-    arrays = tuple(broadcast_to(a, (*stacks, *a.shape[-2:])) for a in arrays)
-    grid, count = arrays[0].grid, math.prod(stacks)
-    rest = arrays[like].layout.with_partial(())
-    if count < grid.size and count:
-        found = [one(*(a[at] for a in arrays)) for at in np.ndindex(*stacks)]
-        parts = list(zip(*(f if isinstance(f, tuple) else (f,) for f in found), strict=True))
-        whole = [reshape(stack(list(part)), (*stacks, *part[0].shape)) for part in parts]
-        return tuple(x.redistribute(Layout(*rest.dims[: x.ndim])) for x in whole)
-    cut = grid.default_layout(stacks)
-    layout = Layout(*cut.dims, None, None)
-    blocks = [a.redistribute(layout).block for a in arrays]
-    lead = len(stacks)
-    if not grid.inside:  # no matrices, but of these shapes
-        lead = max(1, lead)
-        blocks = [grid.backend.empty((*[0] * lead, *a.shape[-2:]), a.dtype) for a in arrays]
-    if lower:
-        blocks = [namespace(block).tril(block) for block in blocks]
-    problem = ""
-    results: Any = ()
-    if not all(map(kernels.finite, blocks)):
-        problem = ODD
-    try:
-        with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
-            results = local(arrays[0].xp, *blocks) if not problem else ()
-    except LinAlgError as error:
-        problem = f"{name}: {error}"
-    blocks = list(results) if isinstance(results, tuple) else [results]
-    told = grid.world.share(problem, others="alike")
-    _refuse(ODD in told, name)
-    if any(told):
-        raise LinAlgError(next(filter(None, told)))
-    made = []
-    for block in blocks:
-        core = block.shape[lead:]
-        layout, shape = Layout(*cut.dims, *[None] * len(core)), (*stacks, *core)
-        block = block if grid.inside else grid.backend.zeros(grid.block_shape(layout, shape), block.dtype)
-        x = DistArray(block, shape, layout, grid)
-        made.append(x.redistribute(Layout(*rest.dims[: x.ndim])))
-    return tuple(made)

@@ -11,7 +11,6 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.backend import backend_of, namespace
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import LinAlgError, _batches, _matrix, _tiles
 from parlinalg.linalg.hessenberg import (
     Hessenberg,
     alone,
@@ -21,6 +20,7 @@ from parlinalg.linalg.hessenberg import (
     sent_home,
     triangular_vectors,
 )
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, tiles_for
 from parlinalg.linalg.spectral import _scaled, _vector
 from parlinalg.linalg.tiles import move, turned
 from parlinalg.matmul import matmul
@@ -50,9 +50,9 @@ def eig(x: DistArray, /) -> EigResult:
     LinAlgError
         If the QR iteration does not converge.
     """
-    x = _matrix(x, "eig", square=True)
+    x = as_matrix(x, "eig", square=True)
     if x.ndim > 2:
-        return EigResult(*_batches("eig", lambda xp, a: _on_host(x, np.linalg.eig, a), eig, x))
+        return EigResult(*batches("eig", lambda xp, a: _on_host(x, np.linalg.eig, a), eig, x))
     n, layout, grid = x.shape[0], x.layout.with_partial(()), x.grid
     form = Schur(x, "eig", balance=True)
     complex_ = form.values.dtype
@@ -75,9 +75,9 @@ def eigvals(x: DistArray, /) -> DistArray:
 
     One rank finds those of the Hessenberg form, of which it holds one n × n matrix, in about 10 n³ operations.
     """
-    x = _matrix(x, "eigvals", square=True)
+    x = as_matrix(x, "eigvals", square=True)
     if x.ndim > 2:
-        return _batches("eigvals", lambda xp, a: _on_host(x, np.linalg.eigvals, a)[0], eigvals, x)[0]
+        return batches("eigvals", lambda xp, a: _on_host(x, np.linalg.eigvals, a)[0], eigvals, x)[0]
     form = Schur(x, "eigvals", balance=True, vectors=False)
     return _vector(form.values / form.scale, Layout(x.layout.dims[-1]), x.grid)
 
@@ -116,7 +116,7 @@ class Schur:
     """
 
     def __init__(self, x: DistArray, name: str, balance: bool, vectors: bool = True) -> None:
-        self.x, self.tiles = x, _tiles(x, None, "eig")
+        self.x, self.tiles = x, tiles_for(x, None, "eig")
         tiles, n, grid = self.tiles, x.shape[0], x.grid
         rows, columns = tiles.rows(n), tiles.columns(n)
         a = tiles.bring(x, rows, columns, host=True)

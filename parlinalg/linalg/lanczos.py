@@ -19,7 +19,7 @@ from parlinalg.array.namespace import eye
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
-from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
+from parlinalg.linalg.factors import LUFactor, qr
 from parlinalg.linalg.krylov import (
     Apply,
     Basis,
@@ -31,6 +31,7 @@ from parlinalg.linalg.krylov import (
     product,
     tolerance,
 )
+from parlinalg.linalg.matrices import LinAlgError
 from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd, svdvals
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng

@@ -21,19 +21,9 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import (
-    LOWER,
-    LinAlgError,
-    QRFactor,
-    _batches,
-    _matrix,
-    _refuse,
-    _scalar,
-    by_rows,
-    cutoff,
-    solve_triangular,
-)
+from parlinalg.linalg.factors import QRFactor, by_rows
 from parlinalg.linalg.krylov import assumed_steps
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
@@ -46,6 +36,7 @@ from parlinalg.linalg.spectral import (
     values_of,
     values_of_triangle,
 )
+from parlinalg.linalg.systems import LOWER, solve_triangular
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]
@@ -128,7 +119,7 @@ def least_squares(
     a: DistArray, b: DistArray, rcond: float | None = None, *, refine: bool = False, keep: bool = False
 ) -> tuple[LstsqResult, Pseudoinverse]:
     """Return the result of `lstsq`, and with `keep` the parts of the pseudoinverse, which `times` takes."""
-    a, b = _matrix(a, "lstsq"), _matrix(b, "lstsq", vectors=True)
+    a, b = as_matrix(a, "lstsq"), as_matrix(b, "lstsq", vectors=True)
     if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-2:-1]:
         raise LinAlgError(
             f"lstsq takes matrices [..., m, n] and right-hand sides [m] or [..., m, k], not {a.shape} and {b.shape}"
@@ -188,7 +179,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
     told = grid.world.share((problem, int(rank)), others="alike")
-    _refuse(any(p == "odd" for p, _ in told), "lstsq")
+    refuse_odd(any(p == "odd" for p, _ in told), "lstsq")
     if wrong := next((p for p, _ in told if p), ""):
         raise LinAlgError(wrong)
     layout = Layout(None, None)
@@ -209,7 +200,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
 
     factor = factored()
     if wide:
-        _refuse(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
+        refuse_odd(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
     least, most = factor.extremes() if k else (0.0, 0.0)
     if not k or _maybe_full(a.grid, least, most, limit):
@@ -325,9 +316,9 @@ def _stacked(
         p, q = p.summed(), q.summed()
         (x, rank, s), parts = _solved(p, q, limit, refine, keep)
         squares = (_squares(p, q, x),) if m > n else ()
-        return (x, _scalar(rank, np.int64, a.grid), s, *squares, *_orthogonal(parts, s))
+        return (x, scalar(rank, np.int64, a.grid), s, *squares, *_orthogonal(parts, s))
 
-    x, ranks, s, *others = _batches("lstsq", local, one, a, b, like=1)
+    x, ranks, s, *others = batches("lstsq", local, one, a, b, like=1)
     full = truth((ranks == k).all(), "conditioned", "the rank of a matrix")
     squares = others.pop(0) if m > n else None
     parts: Pseudoinverse = ()

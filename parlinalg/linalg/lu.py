@@ -8,6 +8,7 @@ U lie where they lay in A, in another order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,3 +227,45 @@ def _exchanged(first: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     later, stay = chosen >= first + len(chosen), np.zeros(len(chosen), bool)
     stay[chosen[~later] - first] = True
     return first + np.flatnonzero(~stay), np.sort(chosen[later])
+
+
+def parity(order: np.ndarray) -> int:
+    """Return the sign of a permutation.
+
+    >>> parity(np.array([1, 0, 2])), parity(np.array([1, 2, 0]))
+    (-1, 1)
+    """
+    seen, sign = np.zeros(len(order), bool), 1
+    following = order.tolist()
+    for start in range(len(following)):
+        at, length = start, 0
+        while not seen[at]:
+            seen[at] = True
+            at, length = following[at], length + 1
+        if length and length % 2 == 0:
+            sign = -sign
+    return sign
+
+
+def determinant(diagonal: np.ndarray, order: np.ndarray) -> tuple[Any, Any, float]:
+    """Return the determinant, its sign (or phase) and the logarithm of its size, of U's diagonal and the rows' order.
+
+    A product that leaves the range of numbers on its way is found by the logarithm.
+
+    >>> value, sign, log = determinant(np.array([1e200, -1e200, 1e-300, 1e-100]), np.arange(4))
+    >>> bool(abs(value + 1) < 1e-12), float(sign), bool(abs(log) < 1e-12)
+    (True, -1.0, True)
+    """
+    if not has_values(diagonal):
+        return 0, 0, 0.0
+    dtype, sizes = diagonal.dtype, np.abs(diagonal).astype(np.float64)
+    if not sizes.all():
+        return dtype.type(0), dtype.type(0), -math.inf
+    with np.errstate(all="ignore"):
+        value = diagonal.prod(dtype=dtype) * parity(order)
+        large = diagonal * np.where(sizes < np.finfo(dtype).tiny, 2.0**100, 1.0).astype(sizes.dtype)  # to divide by
+        sign = (large / np.abs(large)).astype(dtype).prod(dtype=dtype) * parity(order)
+        log = float(np.log(sizes).sum())
+        if not np.finfo(dtype).tiny <= abs(value) < math.inf:
+            value = (sign * np.exp(log)).astype(dtype)
+    return value, sign, log

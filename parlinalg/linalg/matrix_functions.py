@@ -14,22 +14,13 @@ from parlinalg.backend import shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import cut_lengths
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import (
-    LinAlgError,
-    LUFactor,
-    QRFactor,
-    _batches,
-    _matrix,
-    _refuse,
-    cho_factor,
-    cutoff,
-    q_above_identity,
-    solve_triangular,
-)
+from parlinalg.linalg.factors import LUFactor, QRFactor, cho_factor, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.krylov import assumed_steps
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd
 from parlinalg.linalg.spectral import _counted, eigh, svd
+from parlinalg.linalg.systems import solve_triangular
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 
@@ -51,9 +42,9 @@ def expm(x: DistArray, /) -> DistArray:
     algorithm for the matrix exponential", 2009): products and one solution on all ranks.  The scaling is chosen by
     norms of high powers, which are estimated by products with vectors.
     """
-    x = _matrix(x, "expm", square=True)
+    x = as_matrix(x, "expm", square=True)
     if x.ndim > 2:
-        return _batches("expm", lambda xp, a: _exponentials(x, a), expm, x)[0]
+        return batches("expm", lambda xp, a: _exponentials(x, a), expm, x)[0]
     a, layout = _finite(x, "expm"), x.layout.with_partial(())
     n = x.shape[0]
     if not n:
@@ -241,7 +232,7 @@ def sqrtm(x: DistArray, /) -> DistArray:
         If a real matrix has a negative eigenvalue, so that its root is not real (`x.astype(complex)` has one), or if
         the matrix is singular and has no root.
     """
-    x = _matrix(x, "sqrtm", square=True)
+    x = as_matrix(x, "sqrtm", square=True)
     if x.ndim > 2:
         found = [sqrtm(x[at]) for at in np.ndindex(*x.shape[:-2])]
         from parlinalg.array.joining import stack
@@ -340,11 +331,11 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
     side : {"right", "left"}
         A = U P with P [..., n, n], or A = P U with P [..., m, m].
     """
-    a = _matrix(a, "polar")
+    a = as_matrix(a, "polar")
     if side not in ("right", "left"):
         raise ValueError(f"side is 'right' or 'left', not {side!r}")
     if a.ndim > 2:
-        u = _batches("polar", _polar_factor, lambda x: polar(x).U, a)[0]
+        u = batches("polar", _polar_factor, lambda x: polar(x).U, a)[0]
     else:
         a = _finite(a, "polar")
         (m, n), layout = a.shape, a.layout
@@ -452,7 +443,7 @@ def _rank(name: str, s: DistArray, shape: tuple[int, ...], rcond: float | None) 
 
 
 def _one(a: DistArray, name: str) -> DistArray:
-    a = _matrix(a, name)
+    a = as_matrix(a, name)
     if a.ndim != 2:
         raise ValueError(f"{name} takes one matrix, not a stack of shape {a.shape}: their bases may differ in number")
     return a
@@ -484,7 +475,7 @@ def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
 def _finite(x: DistArray, name: str) -> DistArray:
     """Return the array with its terms summed; refuse NaNs and infinities."""
     x = x.redistribute(x.layout.with_partial(()))
-    _refuse(not truth(np.isfinite(x).all(), "finite", "whether the elements are finite"), name)
+    refuse_odd(not truth(np.isfinite(x).all(), "finite", "whether the elements are finite"), name)
     return x
 
 

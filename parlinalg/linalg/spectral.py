@@ -21,18 +21,9 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import (
-    LinAlgError,
-    QRFactor,
-    _batches,
-    _matrix,
-    _refuse,
-    _tiles,
-    cho_factor,
-    cholesky,
-    inv,
-    solve_triangular,
-)
+from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, refuse_odd, tiles_for
+from parlinalg.linalg.systems import inv, solve_triangular
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
 
@@ -84,10 +75,10 @@ def eigh(
     """
     if b is not None:
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    x = _matrix(x, "eigh", square=True)
+    x = as_matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
-        every = EighResult(*_batches("eigh", lambda xp, a: tuple(xp.linalg.eigh(a)), eigh, x, lower=True))
+        every = EighResult(*batches("eigh", lambda xp, a: tuple(xp.linalg.eigh(a)), eigh, x, lower=True))
         if subset_by_index is None:
             return every
         return EighResult(*(each[..., choose(None)] for each in every))
@@ -110,10 +101,10 @@ def eigvalsh(
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
     if b is not None:
         x = standard(x, b, "eigvalsh")[0]
-    x = _matrix(x, "eigvalsh", square=True)
+    x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
-        every = _batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x, lower=True)[0]
+        every = batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x, lower=True)[0]
         return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
     values = tridiagonal_values(reduced.d, reduced.e) / scale
@@ -144,7 +135,7 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
 @primitive
 def mirrored(x: DistArray) -> DistArray:
     """Return the Hermitian matrices with these lower triangles, in their layout; of diagonals the real parts count."""
-    x = _matrix(x, "eigh", square=True)
+    x = as_matrix(x, "eigh", square=True)
     lower = tril(x, k=-1)
     diagonal = tril(x) - lower
     if x.dtype.kind == "c":
@@ -203,10 +194,10 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
     as of `eigh`.  Of columns and rows that complete a basis the space counts.
     """
-    x = _matrix(x, "svd")
+    x = as_matrix(x, "svd")
     if x.ndim > 2 or _alone(x):
         return SVDResult(
-            *_batches(
+            *batches(
                 "svd", lambda xp, a: tuple(xp.linalg.svd(a, full_matrices)),
                 lambda a: svd(a, full_matrices=full_matrices), x,
             )
@@ -257,7 +248,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
         return None
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
-    _refuse(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
+    refuse_odd(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
     u = halley(r)
     if u is None:
         return None
@@ -272,9 +263,9 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
 @primitive
 def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
-    x = _matrix(x, "svdvals")
+    x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
-        return _batches("svdvals", lambda xp, a: xp.linalg.svd(a, compute_uv=False), svdvals, x)[0]
+        return batches("svdvals", lambda xp, a: xp.linalg.svd(a, compute_uv=False), svdvals, x)[0]
     return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
 
 
@@ -394,7 +385,7 @@ def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], nam
         for numbers in (t.view(limits.dtype) for t in parts if t.size and has_values(t)):
             largest = max(largest, float(numbers.max()), -float(numbers.min()))
     odd, largest = tiles.worst([not finite, largest])
-    _refuse(odd, name)
+    refuse_odd(odd, name)
     if not largest or math.sqrt(float(limits.tiny)) * 1e3 < largest < math.sqrt(float(limits.max)) * 1e-3:
         return real(1)
     scale = 2.0 ** -math.frexp(largest)[1]
@@ -405,7 +396,7 @@ def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], nam
 
 def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix, with its reflections if they are to `keep`, and by what it was multiplied."""
-    tiles, n = _tiles(x, None, "eigh"), x.shape[0]
+    tiles, n = tiles_for(x, None, "eigh"), x.shape[0]
     deal, grid = workers(tiles), x.grid
     found = blocks(tiles, deal, x)
     scale = _scaled(tiles, [each.a for each in found], x.dtype, name)
@@ -427,7 +418,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
         q = QRFactor(x, keep=keep)
         x = q.R
         q = q if keep else None
-    tiles = _tiles(x, None, "svd")
+    tiles = tiles_for(x, None, "svd")
     deal = workers(tiles) if keep else tiles  # fewer ranks would have more of it than its blocks and vectors take
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
     t = tiles.bring_to(x, want, host=True)

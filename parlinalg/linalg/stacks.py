@@ -21,17 +21,9 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import (
-    CholeskyFactor,
-    Factor,
-    LinAlgError,
-    LUFactor,
-    QRFactor,
-    SlogdetResult,
-    _matrix,
-    _refuse,
-    determinant,
-)
+from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
+from parlinalg.linalg.lu import determinant
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, refuse_odd
 
 
 # ------------------------------------------------------------------------------------------------ of one rank
@@ -155,7 +147,7 @@ class FactorStack(Factor):
             with np.errstate(all="ignore"):
                 self.held = [local(each) for each in _listed(block)]
         told = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
-        _refuse(any(each for each, _ in told), name)
+        refuse_odd(any(each for each, _ in told), name)
         self._raise([problem for _, problem in told])
         self._unite()
 
@@ -214,7 +206,7 @@ class FactorStack(Factor):
 
     def _matrices_of(self, b: Any, rows: int) -> DistArray:
         """Return b as matrices, one for each factorization."""
-        b = _matrix(b, "solve", vectors=True)
+        b = as_matrix(b, "solve", vectors=True)
         b = b[:, None] if b.ndim == 1 else b
         lead = b.shape[:-2]
         fits = len(lead) <= len(self.stacks) and all(
@@ -248,7 +240,7 @@ class CholeskyStack(FactorStack):
     """The factorizations A = L Lᴴ of Hermitian positive definite matrices [..., n, n]; made by `cho_factor`."""
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
-        a = _matrix(a, "cholesky", square=True)
+        a = as_matrix(a, "cholesky", square=True)
         super().__init__(tril(a), "cholesky", lambda x: CholeskyFactor(x, block), LocalCholesky)
 
     @property
@@ -266,7 +258,7 @@ class LUStack(FactorStack):
     """The factorizations P A = L U of matrices [..., m, n]; made by `lu_factor`."""
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
-        a = _matrix(a, "lu_factor")
+        a = as_matrix(a, "lu_factor")
         super().__init__(a, "lu_factor", lambda x: LUFactor(x, block), LocalLU)
 
     def solve(self, b: DistArray, adjoint: bool = False) -> DistArray:
@@ -334,7 +326,7 @@ class QRStack(FactorStack):
     """The factorizations A = Q R of matrices [..., m, n]; made by `qr_factor`."""
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
-        super().__init__(_matrix(a, "qr"), "qr", lambda x: QRFactor(x, block), LocalQR)
+        super().__init__(as_matrix(a, "qr"), "qr", lambda x: QRFactor(x, block), LocalQR)
 
     @property
     def R(self) -> DistArray:

@@ -10,7 +10,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Grid, Layout, Tensor, linalg
-from parlinalg.linalg import factors, spectral
+from parlinalg.linalg import factors, spectral, systems
 from tests.autograd.cases import close, cut, numbers, tensor, value_and_gradients
 from tests.autograd.decompositions import EXAMPLES, hermitian, polar, positive, projection, spaced, whole
 from tests.autograd.test_functions import LAYOUTS, Case
@@ -157,8 +157,9 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.times = 0
         for home, names in (
-            (factors, ("LU", "QR", "Cholesky", "_batches")),
-            (spectral, ("Tridiagonal", "Bidiagonal", "_batches")),
+            (factors, ("LU", "QR", "Cholesky", "batches")),
+            (systems, ("batches",)),
+            (spectral, ("Tridiagonal", "Bidiagonal", "batches")),
         ):
             for name in names:
                 patch.setattr(home, name, self.counting(getattr(home, name)))

@@ -10,7 +10,8 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg import blocks, factors, tiles, triangular
+from parlinalg.linalg import blocks, factors, systems, tiles, triangular
+from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
 
 pytestmark = pytest.mark.one_in(8)
@@ -244,7 +245,7 @@ class TestLayers:
         monkeypatch.setattr(tunables, "LAYER_BYTES", 1000)
         assert blocks.layers("cholesky", 9000, 9000, sizes, False, 8) == 1
         used = []
-        monkeypatch.setattr(factors, "layers", lambda *_: used.append(1) or max(self.depths(grid)))
+        monkeypatch.setattr("parlinalg.linalg.matrices.layers", lambda *_: used.append(1) or max(self.depths(grid)))
         check(linalg.cholesky(x), np.eye(40))
         assert used
 
@@ -321,7 +322,7 @@ def test_whole_numbers_with_pivots_are_exact(grid, dtype):
                 exact(got, want)
             exact(factor.solve(pla.distribute(a @ x, grid, layout)), x)
             exact(factor.solve(pla.distribute(a.T.conj() @ x, grid, layout), adjoint=True), x)
-        sign = linalg.factors.parity(order)
+        sign = parity(order)
         exact(linalg.det(A), sign * np.diag(upper).prod())
         exact(linalg.slogdet(A)[0], sign * np.sign(np.diag(upper)).prod())
         exact(linalg.solve(A, pla.distribute(a @ x, grid, layout)), x)
@@ -511,9 +512,9 @@ def test_ranks_outside_the_grid(world, backend):
 
 
 def test_parity():
-    assert factors.parity(np.array([], int)) == 1
+    assert parity(np.array([], int)) == 1
     for order in ([0], [1, 0], [2, 0, 1], [3, 1, 2, 0], [1, 0, 3, 2]):
-        assert factors.parity(np.array(order)) == round(np.linalg.det(np.eye(len(order))[order]))
+        assert parity(np.array(order)) == round(np.linalg.det(np.eye(len(order))[order]))
 
 
 @pytest.mark.parametrize("condition", [1e1, 1e5, 1e9, 1e15])
@@ -527,7 +528,7 @@ def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
             made.append(a.dtype.name)
             super().__init__(a, *args, **options)
 
-    monkeypatch.setattr(factors, "LUFactor", Seen)
+    monkeypatch.setattr(systems, "LUFactor", Seen)
     u, v = (np.linalg.qr(random((n, n), dtype, rng))[0] for _ in range(2))
     a, b = ((u * np.geomspace(1e200, 1e200 / condition, n)) @ v).astype(dtype), random((n, 3), dtype, rng)
     A = pla.distribute(a, grid, Layout(grid.axes, None))

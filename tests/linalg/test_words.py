@@ -10,7 +10,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, least_squares, spectral, triangular
+from parlinalg.linalg import divide, factors, least_squares, matrices, spectral, systems, triangular
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.eigh import workers
 from parlinalg.linalg.qr import QR
@@ -60,9 +60,9 @@ def deals(grid, dtype, monkeypatch):
                 yield placed(*some[at], kind, depth, every, rng, routine)
 
     def placed(shape, block, kind, depth, every, rng, routine):
-        monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
-        monkeypatch.setattr(factors, "block_size", lambda *_: block)
-        workers = factors.at_work(grid, routine) if depth == 1 else grid.size
+        monkeypatch.setattr(matrices, "arrangement", lambda *_: kind)
+        monkeypatch.setattr(matrices, "block_size", lambda *_: block)
+        workers = matrices.at_work(grid, routine) if depth == 1 else grid.size
         deal = Deal(grid.sizes, block, kind, depth, workers)
         return deal, shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
 
@@ -161,7 +161,7 @@ def test_solve(grid, dtype, deals):
         x, sides = pla.distribute(random((n, n), dtype, rng), grid, layout), int(rng.choice([0, 1, 5, 40]))
         b = pla.distribute(random((n, sides), dtype, rng), grid, other)
         with pla.ledger(grid) as book:
-            _, factor = factors.solved(x, b, deal.D)
+            _, factor = systems.solved(x, b, deal.D)
         places = factor.pivoted
         costs = formulas.solve(counting(grid, deal, dtype), layout, n, sides, other, places=places)
         equal(book, costs, grid, (n, deal, layout))

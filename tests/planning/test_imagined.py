@@ -21,7 +21,7 @@ import parlinalg as pla
 from parlinalg import nn, offload, optim, schemes
 from parlinalg.autograd import ops
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import factors
+from parlinalg.linalg import matrices, systems
 from parlinalg.linalg.tiles import Deal
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
 from parlinalg.planning.trace import Attention, Gemm, Memory, Span, Start, Wait
@@ -645,8 +645,8 @@ DEALS = [  # grid, layout, layers
 @pytest.mark.parametrize(("sizes", "cuts", "depth"), DEALS, ids=str)
 @pytest.mark.parametrize("kind", ["square", "tall", "wide"])
 def test_words_of_factorizations_are_those_of_the_formulas(sizes, cuts, depth, kind, monkeypatch):
-    monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
-    monkeypatch.setattr(factors, "block_size", lambda *_: 16)
+    monkeypatch.setattr(matrices, "arrangement", lambda *_: kind)
+    monkeypatch.setattr(matrices, "block_size", lambda *_: 16)
     layout, ranks = pla.Layout(*cuts), math.prod(sizes.values())
     dtype = np.dtype("complex64" if kind == "tall" else "float64")
 
@@ -675,7 +675,7 @@ def test_words_of_factorizations_are_those_of_the_formulas(sizes, cuts, depth, k
                 check(lambda: la.qr(a), lambda c: formulas.qr(c, layout, shape), *shape)
             if m == n:
                 check(
-                    lambda: factors.solved(a, b, depth),
+                    lambda: systems.solved(a, b, depth),
                     lambda c: formulas.solve(c, layout, n, 5, layout),
                     n,
                     depth=depth,

@@ -13,7 +13,7 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, hessenberg, krylov, least_squares, spectral
+from parlinalg.linalg import divide, hessenberg, krylov, least_squares, matrices, spectral, systems
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.trace import Kernel
 from tests.planning.test_imagined import DEALS, both, rows
@@ -26,8 +26,8 @@ SHAPES = [(150, 150), (97, 97), (210, 66), (40, 140), (300, 7), (1, 5), (0, 4)]
 @pytest.mark.parametrize(("sizes", "cuts"), [d[:2] for d in DEALS if d[2] == 1], ids=str)
 def test_ledgers_are_those_of_the_formulas(sizes, cuts, monkeypatch):
     """Without deflation the formulas' bounds of divide and conquer are exact."""
-    monkeypatch.setattr(factors, "arrangement", lambda *_: "square")
-    monkeypatch.setattr(factors, "block_size", lambda *_: 16)
+    monkeypatch.setattr(matrices, "arrangement", lambda *_: "square")
+    monkeypatch.setattr(matrices, "block_size", lambda *_: 16)
     layout, ranks = pla.Layout(*cuts), math.prod(sizes.values())
 
     def check(routine: Callable[[], Any], formula: Callable[..., Any], itemsize: int, what: Any) -> None:
@@ -430,7 +430,7 @@ def test_ledgers_of_stacks_are_those_of_real_ranks(world, name):
 @pytest.mark.parametrize("condition", [10.0, 1e6], ids=str)
 def test_ledgers_of_refined_solutions_are_those_of_real_ranks(world, condition, monkeypatch):
     dense, sides = of_condition(45, condition), np.random.default_rng(1).standard_normal((45, 1))
-    products = counted(monkeypatch, factors, "matmul")
+    products = counted(monkeypatch, systems, "matmul")
     for sizes, layout in grids(world.size):
 
         def program(grid: Any, layout: Any = layout) -> None:
@@ -441,7 +441,7 @@ def test_ledgers_of_refined_solutions_are_those_of_real_ranks(world, condition, 
         with pla.Grid(sizes, world, "numpy") as grid:
             program(grid)
         corrections = len(products) - 1  # the last residual is small enough
-        assert 1 <= corrections < factors.ROUNDS
+        assert 1 <= corrections < systems.ROUNDS
         both(world, sizes, program, what_if=pla.WhatIf(refinements=corrections))
 
 

@@ -1,0 +1,153 @@
+"""What routines of linear algebra share: checks of matrices, their tiles, and stacks that ranks share out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.core import DistArray, whole
+from parlinalg.array.joining import stack
+from parlinalg.array.namespace import broadcast_to
+from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.linalg import kernels
+from parlinalg.linalg.blocks import arrangement, block_size, layers
+from parlinalg.linalg.tiles import SIZE, Tiles
+
+LinAlgError = np.linalg.LinAlgError
+FLOATING = "fdFD"
+CROWDED = 4
+"""The most ranks a core for which only as many ranks as cores factor a matrix."""
+ODD = "NaNs or infinities"
+
+
+def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
+    """Return an array of matrices in a floating dtype; refuse what is none."""
+    if not isinstance(x, DistArray):
+        raise TypeError(f"{name} takes DistArrays, not {type(x).__name__}; distribute(array) makes one")
+    if x.ndim < (1 if vectors else 2):
+        raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
+    if square and x.shape[-1] != x.shape[-2]:
+        raise LinAlgError(f"{name} takes square matrices, not of shape {x.shape}")
+    if x.dtype.kind in "biu":
+        return x.astype(np.float64)
+    if x.dtype.char not in FLOATING:
+        raise TypeError(f"{name} takes float32, float64, complex64 and complex128, not {x.dtype}; convert by astype()")
+    return x
+
+
+def tiles_for(
+    a: DistArray, block: int | None, routine: str, depth: int | None = 1, shape: tuple[int, int] | None = None
+) -> Tiles:  # fmt: skip
+    """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses.
+
+    They are those for a matrix of another `shape`, if it is given.
+    """
+    block = None if block is None else _rows(block)
+    grid, (m, n) = a.grid, shape or a.shape[-2:]
+    near = not grid.inside or grid.everyone.local_size == grid.size
+    if depth is None:
+        depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
+    workers = at_work(grid, routine) if near and depth == 1 else grid.size
+    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, workers, near), depth, workers)
+    if tiles.D > 1 and not grid.backend.host_memory:
+        raise ValueError(f"depth={depth} is for grids whose arrays lie on the host; on GPUs ranks form one layer")
+    if block is None:
+        tiles.size = block_size(routine, m, n, tiles.R, tiles.C, tiles.D)
+    return tiles
+
+
+def _rows(block: Any) -> int:
+    return whole("block, the rows and columns of a tile,", block, 1)
+
+
+def at_work(grid: Grid, routine: str) -> int:
+    """Return how many ranks of one node factor a matrix: all, or as many as it has cores for.
+
+    Where ranks outnumber cores, those beyond would wait for their turn in every step.  But those at work hold more
+    then: so only for `cholesky`, which needs a triangle, and up to `CROWDED` times their share.
+    """
+    fewer = routine == "cholesky" and grid.backend.host_memory and grid.cores < grid.size <= CROWDED * grid.cores
+    return grid.cores if fewer else grid.size
+
+
+def no_layers(block: int | None, depth: int | None) -> int | None:
+    """Return `block`; refuse layers for stacks, whose matrices have ranks of their own."""
+    if depth is not None and whole("depth, the number of layers,", depth, 1) != 1:
+        raise ValueError(f"depth={depth!r} is for one matrix; stacks of matrices have no layers")
+    return block if block is None else _rows(block)
+
+
+def cutoff(name: str, value: Any) -> float:
+    """Return the share of the largest singular value up to which others count as 0, a number."""
+    try:
+        return float(value if not isinstance(value, str | bool) else "no number")
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: rcond is a number, or None, not {value!r}") from None
+
+
+def refuse_odd(odd: bool | float, name: str) -> None:
+    if odd:
+        raise ValueError(f"{name} takes finite numbers; the array has {ODD}")
+
+
+def scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
+    if not grid.backend.values:
+        return DistArray(grid.backend.from_host(np.empty((), dtype)), (), Layout(), grid)
+    return DistArray(grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), grid)
+
+
+def batches(
+    name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0,
+    lower: bool = False,
+) -> tuple[DistArray, ...]:  # fmt: skip
+    """Return what a function of matrices, or with `lower` of lower triangles, gives for stacks of them.
+
+    As many matrices as ranks, or more, are shared out and computed by each rank alone, by `local(xp, blocks)`; fewer
+    are computed one after the other by all ranks, by `one`.
+    """
+    stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
+    arrays = tuple(broadcast_to(a, (*stacks, *a.shape[-2:])) for a in arrays)
+    grid, count = arrays[0].grid, math.prod(stacks)
+    rest = arrays[like].layout.with_partial(())
+    if count < grid.size and count:
+        found = [one(*(a[at] for a in arrays)) for at in np.ndindex(*stacks)]
+        parts = list(zip(*(f if isinstance(f, tuple) else (f,) for f in found), strict=True))
+        whole = [reshape(stack(list(part)), (*stacks, *part[0].shape)) for part in parts]
+        return tuple(x.redistribute(Layout(*rest.dims[: x.ndim])) for x in whole)
+    cut = grid.default_layout(stacks)
+    layout = Layout(*cut.dims, None, None)
+    blocks = [a.redistribute(layout).block for a in arrays]
+    lead = len(stacks)
+    if not grid.inside:  # no matrices, but of these shapes
+        lead = max(1, lead)
+        blocks = [grid.backend.empty((*[0] * lead, *a.shape[-2:]), a.dtype) for a in arrays]
+    if lower:
+        blocks = [namespace(block).tril(block) for block in blocks]
+    problem = ""
+    results: Any = ()
+    if not all(map(kernels.finite, blocks)):
+        problem = ODD
+    try:
+        with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
+            results = local(arrays[0].xp, *blocks) if not problem else ()
+    except LinAlgError as error:
+        problem = f"{name}: {error}"
+    blocks = list(results) if isinstance(results, tuple) else [results]
+    told = grid.world.share(problem, others="alike")
+    refuse_odd(ODD in told, name)
+    if any(told):
+        raise LinAlgError(next(filter(None, told)))
+    made = []
+    for block in blocks:
+        core = block.shape[lead:]
+        layout, shape = Layout(*cut.dims, *[None] * len(core)), (*stacks, *core)
+        block = block if grid.inside else grid.backend.zeros(grid.block_shape(layout, shape), block.dtype)
+        x = DistArray(block, shape, layout, grid)
+        made.append(x.redistribute(Layout(*rest.dims[: x.ndim])))
+    return tuple(made)

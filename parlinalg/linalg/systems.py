@@ -1,0 +1,278 @@
+"""Solutions of systems of equations, inverses and determinants of distributed matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.core import DistArray, same_grid
+from parlinalg.array.dispatch import primitive
+from parlinalg.array.namespace import tril, triu
+from parlinalg.array.shapes import reshape
+from parlinalg.layout import Layout, cut_lengths, index_of
+from parlinalg.linalg import kernels, triangular
+from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, tiles_for
+from parlinalg.matmul import matmul
+from parlinalg.redistribute import count
+
+LOWER = {"d": np.dtype(np.float32), "D": np.dtype(np.complex64)}
+ROUNDS = 5
+"""Times that a solution is refined by each way before the next is tried."""
+
+
+@primitive
+def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False, depth: int | None = None) -> DistArray:
+    """Return x of A x = b for square matrices A = `x1` and b = `x2`, in the layout of b.
+
+    Parameters
+    ----------
+    x1 : DistArray [..., n, n]
+    x2 : DistArray [n] or [..., n, k]
+        One vector, or matrices.
+    refine : bool
+        Factor one matrix of float64 (complex128) in float32 (complex64), which moves half the bytes, and
+        refine the solution by residuals of full precision until it is as accurate as without: by GMRES with the
+        factors, where they alone do not suffice (Carson and Higham 2017).  A matrix too ill conditioned for that is
+        factored once more, in full precision.
+    depth : int, optional
+        The number of layers of ranks that hold tiles of the whole matrix (2.5D), a product of sizes of the grid's axes:
+        fewer words for so many times the memory.  By default what the plan chooses.
+
+    Raises
+    ------
+    LinAlgError
+        If a matrix is singular.
+    TypeError
+        If `refine` is given for numbers of half the precision, or for stacks.
+    """
+    return refined(x1, x2, depth) if refine else solved(x1, x2, depth)[0]
+
+
+def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
+    """Return x of A x = b by a factorization in half the precision; see `solve`."""
+    a, b, dtype = refinable(a, b)
+    n = a.shape[-1]
+    if b.shape[0] != n:
+        raise ValueError(f"solve takes right-hand sides of {n} rows, not of shape {b.shape}")
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    if b.ndim == 1:
+        return reshape(refined(a, b[:, None], depth), (n,)).redistribute(b.layout.with_partial(()))
+    if not b.size:
+        return solved(a, b, depth)[0]
+    largest = float(abs(a).max())
+    if not largest or not math.isfinite(largest) or not math.isfinite(1 / largest):
+        return solved(a, b, depth)[0]
+    try:
+        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth)
+        factor.check()
+    except LinAlgError:
+        return solved(a, b, depth)[0]
+
+    def approximate(r: DistArray) -> DistArray:
+        sizes = abs(r).max(axis=0)
+        sizes = sizes + (sizes == 0)
+        return factor.solve((r / sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
+
+    bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
+
+    from parlinalg.linalg.krylov import assumed_steps, gmres
+
+    assumed = assumed_steps(b, "refinements", "how often a solution is corrected")
+
+    def lacking(x: DistArray, r: DistArray, turn: int) -> np.ndarray:
+        """Return the columns whose residual is larger than rounding makes it (LAPACK's `dsgesv`)."""
+        excess = (abs(r).max(axis=0) - bound * abs(x).max(axis=0)).gather()
+        return np.flatnonzero(~(excess <= 0) if assumed is None else np.full(b.shape[1], turn < assumed))
+
+    x = approximate(b)
+    for turn in range(2 * ROUNDS):
+        r = b - matmul(a, x)
+        left = lacking(x, r, turn)
+        if not len(left):
+            return x.redistribute(b.layout.with_partial(()))
+        if turn < ROUNDS:
+            x = x + approximate(r)
+            continue
+        for j in left.tolist():
+            step, _ = gmres(a, r[:, j], rtol=1e-6, restart=min(n, 30), maxiter=1, M=approximate)
+            x[:, j] += step
+    return solved(a, b, depth)[0]
+
+
+def refinable(a: DistArray, b: DistArray) -> tuple[DistArray, DistArray, np.dtype[Any]]:
+    """Return a system that `solve` can refine, and its dtype; raise TypeError of any other."""
+    a, b = as_matrix(a, "solve", square=True), as_matrix(b, "solve", vectors=True)
+    same_grid([a, b])
+    dtype = np.result_type(a.dtype, b.dtype)
+    if dtype.char not in LOWER or a.ndim > 2 or b.ndim > 2:
+        raise TypeError(
+            f"solve(refine=True) takes one matrix of float64 or complex128, not {dtype} of shapes {a.shape}, {b.shape}"
+        )
+    return a, b, dtype
+
+
+def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistArray, LUFactor | None]:
+    """Return x of A x = b, and of one matrix the factorization; of stacks None."""
+    a, b = as_matrix(a, "solve", square=True), as_matrix(b, "solve", vectors=True)
+    same_grid([a, b])
+    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
+        raise ValueError(f"solve takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
+    dtype = np.result_type(a.dtype, b.dtype)
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    if b.ndim == 1:
+        x, factor = solved(a, b[:, None], depth)
+        x = reshape(x, (*a.shape[:-1],))
+        return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
+    if a.ndim > 2 or b.ndim > 2:
+        no_layers(None, depth)
+        return batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0], None
+    factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
+    return factor.carried(b), factor
+
+
+@primitive
+def inv(x: DistArray, /) -> DistArray:
+    """Return the inverses of square matrices [..., n, n], in their layout.
+
+    Raises
+    ------
+    LinAlgError
+        If a matrix is singular.
+    """
+    x = as_matrix(x, "inv", square=True)
+    if x.ndim > 2:
+        return batches("inv", lambda xp, a: xp.linalg.inv(a), inv, x)[0]
+    one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
+    return LUFactor(x, b=one).carried(one)
+
+
+@primitive
+def det(x: DistArray, /) -> DistArray:
+    """Return the determinants of square matrices."""
+    x = as_matrix(x, "det", square=True)
+    if x.ndim > 2:
+        return batches("det", lambda xp, a: xp.linalg.det(a), det, x)[0]
+    return LUFactor(x).det
+
+
+@primitive
+def slogdet(x: DistArray, /) -> SlogdetResult:
+    """Return the signs (or phases) of the determinants of square matrices and the logarithms of their sizes."""
+    x = as_matrix(x, "slogdet", square=True)
+    if x.ndim > 2:
+        sign, log = batches("slogdet", lambda xp, a: tuple(xp.linalg.slogdet(a)), slogdet, x)
+        return SlogdetResult(sign, log)
+    return LUFactor(x).slogdet()
+
+
+@primitive
+def solve_triangular(
+    a: DistArray, b: DistArray, *, lower: bool = False, adjoint: bool = False, unit_diagonal: bool = False
+) -> DistArray:
+    """Return x of A x = b for triangular matrices, or with `adjoint` of Aᴴ x = b, in the layout of b.
+
+    Parameters
+    ----------
+    a : DistArray [..., n, n]
+        The other triangle is not read.
+    b : DistArray [n] or [..., n, k]
+
+    Raises
+    ------
+    LinAlgError
+        If an element of the diagonal is 0, which it names.
+    """
+    a, b = as_matrix(a, "solve_triangular", square=True), as_matrix(b, "solve_triangular", vectors=True)
+    same_grid([a, b])
+    dtype = np.result_type(a.dtype, b.dtype)
+    if a.ndim > 2 or b.ndim > 2:
+        return _stacks_of_triangles(
+            a.astype(dtype, copy=False), b.astype(dtype, copy=False), lower, adjoint, unit_diagonal
+        )
+    a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
+    given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
+    held = Factor(a)
+    held.tiles = tiles_for(a, None, "solve_triangular")
+    few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
+    with np.errstate(all="ignore"):
+        if few and b.shape[0] == n:
+            x = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
+            x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
+        else:
+            rows, columns = held.tiles.rows(n), held.tiles.columns(n)
+            y, sides, matrix = held._right_hand_sides(b, rows, n)
+            triangular.substitute(held.tiles, held.tiles.bring(a, rows, columns), rows, y, n, sides, **given)
+            x = held._home(y, rows, sides, n, matrix, b)
+    finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
+    odd, zero = map(int, held.tiles.worst([not (finite and kernels.finite(x.block)), zero]))
+    if odd or zero:  # by what was given?
+        odd = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
+        refuse_odd(held.tiles.worst([odd])[0], "solve_triangular")
+    if zero:
+        raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
+    return x
+
+
+def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> DistArray:
+    """Return x of op(A) x = b for few right-hand sides, which move to where A lies."""
+    grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
+    cuts, own = layout.dims[::-1] if adjoint else layout.dims, b.layout
+    there, back = Layout(cuts[0], None), Layout(cuts[1], None)
+    if not grid.inside:
+        return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid)
+    rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
+    down, across = (grid.comm(cut) for cut in cuts)
+    t, lower = a.block.T if adjoint else a.block, lower != adjoint
+    pieces = triangular.pieces_at_rest(rows, columns, n)[:: 1 if lower else -1]
+    if not own.partial and len(rows) * len(columns) == grid.size > 1:
+        every = map(grid.coords_of, range(grid.size))
+        coords = [(index_of(cuts[0], grid.sizes, at), index_of(cuts[1], grid.sizes, at)) for at in every]
+        y = b.block.conj() if adjoint else b.block
+        x = triangular.solved_in_common(
+            grid.everyone, (down, across), coords, t, (rows, columns), y, grid.block(own, b.shape), (n, sides), pieces,
+            lower=lower, unit=unit,
+        )  # fmt: skip
+        if x is not None:
+            for src, dst in ((own, there), (back, own)):
+                count(src, dst, b.shape, grid, a.dtype)
+            return DistArray(x.conj() if adjoint else x, b.shape, own, grid)
+    b = b.redistribute(there)
+    y = b.block.conj() if adjoint else b.block
+    x = triangular.solved(down, across, t, (rows, columns), y, pieces, lower=lower, unit=unit, blocks=True)
+    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid)
+
+
+def _diagonal(a: DistArray) -> tuple[bool, int]:
+    """Return of what this rank has of the diagonal whether it is finite, and n less the number of its first 0, or 0."""
+    if not a.grid.inside:
+        return True, 0
+    rows, columns = a.grid.block(a.layout, a.shape)
+    first, last = max(rows.start, columns.start), min(rows.stop, columns.stop)
+    own = a.block[first - rows.start :, first - columns.start :].diagonal()[: max(0, last - first)]
+    zeros = kernels.zeros(own)
+    return kernels.finite(own), a.shape[0] - first - int(zeros[0]) if len(zeros) else 0
+
+
+def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool, unit: bool) -> DistArray:
+    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
+        raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
+    if b.ndim == 1:
+        return reshape(_stacks_of_triangles(a, b[:, None], lower, adjoint, unit), a.shape[:-1])
+
+    a = (tril if lower else triu)(a, k=(-1 if lower else 1) * unit)  # what is not read may be anything
+
+    def local(xp: Any, p: Any, q: Any) -> Any:
+        p = p + xp.eye(p.shape[-1], dtype=p.dtype) if unit else p
+        p = p.swapaxes(-1, -2).conj() if adjoint else p
+        if lower == adjoint:
+            return xp.linalg.solve(p, q)
+        # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
+        return xp.linalg.solve(p[..., ::-1, ::-1], q[..., ::-1, :])[..., ::-1, :]
+
+    def one(p: DistArray, q: DistArray) -> DistArray:
+        return solve_triangular(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit)
+
+    return batches("solve_triangular", local, one, a, b, like=1)[0]
