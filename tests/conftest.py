@@ -9,7 +9,7 @@ same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy, par
 - `ranks(2, 4)`: it runs on these numbers of ranks only (5, 7, 12 and 16 ranks run only tests that name them);
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
-- `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
+- `core`: it runs on 4 ranks in any case, and one in three of them on 8 (grids of 2×2 and 2×2×2);
 - `one_in(3)`, of a test that takes long or has many kin: where all tests are to run, at most one in three of these
   runs, which ones by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
 - `mpi(min_size=2)`: it needs at least so many, as in pytest-mpi; every test that is not `serial` carries this mark,
@@ -75,7 +75,7 @@ if RANKS is None:
 os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all tests, those of other numbers of ranks included
-CORE = {4, 8}  # numbers of ranks at which the tests of the core run in any case
+CORE = {4: 1, 8: 3}  # numbers of ranks at which one in so many tests of the core runs, whatever part a run takes
 RARE = {5, 7, 12, 16}  # numbers of ranks at which only the tests run that name them
 SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
 UNAVAILABLE = "cannot be had here:"
@@ -104,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
         "always: runs on all of them, whatever part of the tests a run takes",
         "one_in(n): a test that takes long or has many kin: if all tests are to run, one in n of these runs",
-        "core: runs on 4 and 8 ranks, whatever part of the tests a run takes",
+        "core: runs on 4 ranks, one in three on 8, whatever part of the tests a run takes",
     ):
         config.addinivalue_line("markers", mark)
     if config.option.seed is None:
@@ -182,7 +182,8 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
     if backend == "numpy" and (named or _home(item, whole(seed)) == ranks > 1):
         mark = item.get_closest_marker("one_in")
         few = full or "PARLINALG_TEST_REPORT" not in os.environ  # asked for, not launched by the run of all tests
-        kin = 1 if named else ALONE_SHARE if _home(item) == ranks > min(WHOLE) else WHOLE_SHARES[ranks]
+        core = 1 if item.get_closest_marker("always") else CORE.get(ranks, 1)
+        kin = core if named else ALONE_SHARE if _home(item) == ranks > min(WHOLE) else WHOLE_SHARES[ranks]
         kin = max(kin, mark.args[0]) if mark else kin
         return few or chosen(item.name, ranks, backend, kin, seed)
     return chosen(item.name, ranks, backend, 1 if full else share, seed)

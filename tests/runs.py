@@ -45,11 +45,11 @@ PROGRAMS = [
      "tests/testing/test_users.py"),
 ]  # fmt: skip
 """Files whose tests start programs and wait for them."""
-PROGRAMS_SHARE = 5
+PROGRAMS_SHARE = 6
 """Of these tests, unless they are marked `one_in`, one in so many if all are to run."""
 HEAVY = ("tests/planning/", "tests/backend/")
 """Files whose tests compile or trace a lot, and start nothing."""
-HEAVY_SHARE = 2
+HEAVY_SHARE = 3
 """The same of these."""
 APART = [*PROGRAMS, (*HEAVY, "tests/autograd/test_ring.py")]
 """If all tests run, processes of their own run these, each one part: a test is in the first part that names it."""

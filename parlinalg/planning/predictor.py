@@ -493,12 +493,12 @@ class Predictor:
             step=[sum(f["update"] for f in own) for own in held],
         )  # fmt: skip
         shape = schedule.name, schedule.ranks, schedule.microbatches, c.chunks
-        of = [f.get(f"{span}: {cause}", 0.0) for f in stages for span in ("pass", "reduce", "update") for cause in COMPUTED]
+        computing = [f"{span}: {cause}" for span in ("pass", "reduce", "update") for cause in COMPUTED]
         whole = sum(f[span] for f in stages for span in ("forward", "backward", "reduce", "update"))
-        computed = sum(of) / max(1e-300, whole)
+        computed = sum(f.get(name, 0.0) for f in stages for name in computing) / max(1e-300, whole)
         faster = sharing(self.machine, self.node, self.ranks, schedule.ranks, computed)
         seconds, work = _simulated(shape, costs, faster)
-        pace = work / dependencies(*shape).bounds(costs)[1] if work else 1.0  # below 1 where cores are left to others
+        pace = 1.0 if faster is None else work / dependencies(*shape).bounds(costs)[1]
         flight = list(map(float, dependencies(*shape).held))
         if (more := c.microbatches - schedule.microbatches) > 0:  # each further round of microbatches takes as long
             rounds, less = more / schedule.ranks, (*shape[:2], schedule.microbatches - schedule.ranks, c.chunks)

@@ -225,7 +225,7 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
         with pla.ledger(grid) as book:
             found = linalg.lstsq(x, b)
         assert found.rank == k
-        tiles = spectral._tiles(pla.zeros((k, k), grid=grid), None, "svd")
+        tiles = matrices.tiles_for(pla.zeros((k, k), grid=grid), None, "svd")
         trees = set()
         if not (formulas.by_gram(shape, grid.size) and sound):
             high = (a.conj().T if m < n else a), (layout.dims[::-1] if m < n else layout.dims)
