@@ -42,7 +42,7 @@ class Common:
     crowded: bool | None = None
     """True if ranks outnumber cores on all ranks' word; None before they are asked."""
     turn: int = 0
-    """How often the ranks have met by the counters with which the memory begins (`meet`)."""
+    """The number of times that the ranks have met by the counters at the start of the memory (`meet`)."""
 
 
 class ImaginedMemory:

@@ -1,4 +1,4 @@
-"""What routines of linear algebra share: checks of matrices, their tiles, and stacks that ranks share out."""
+"""Helpers of all routines of linear algebra: checks of matrices, tiles for them, and stacks shared out over ranks."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False, depth: int |
         factors, where they alone do not suffice (Carson and Higham 2017).  A matrix too ill conditioned for that is
         factored once more, in full precision.
     depth : int, optional
-        The number of layers of ranks that hold tiles of the whole matrix (2.5D), a product of sizes of the grid's axes:
-        fewer words for so many times the memory.  By default what the plan chooses.
+        As in `cho_factor`.
 
     Raises
     ------

@@ -283,7 +283,7 @@ class Space:
         schedule = given.get("schedule")  # a configuration without a pipeline has none
         self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
         self.offload = given_offload(config)
-        """What the configuration lets rest elsewhere, which all candidates do."""
+        """The parts of the state that the configuration offloads, and where to: the same for all candidates."""
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames():

@@ -1,4 +1,4 @@
-"""What a candidate takes on a machine: bounds of its time and memory, estimates by layers, and full traces."""
+"""Predict the time and memory of a candidate on a machine: bounds, estimates by layers, and full traces."""
 
 from __future__ import annotations
 
@@ -735,7 +735,7 @@ def _flops(model: Any, batch: int, inputs: Inputs) -> float:
 
 
 Shape = tuple[str, int, int, int | None]
-"""Of a schedule: its name, ranks, microbatches and chunks."""
+"""The name, ranks, microbatches and chunks of a schedule."""
 
 
 def _simulated(shape: Shape, costs: Costs, faster: Callable[[int], float] | None) -> tuple[float, float]:
