@@ -6,7 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -135,6 +135,8 @@ POLL_SECONDS = 0.004
 TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004), 8, 1 << 16
 """Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
 by which the wait of ranks for each other is measured."""
+AHEAD_SECONDS = 0.002
+"""Seconds of the product that keeps a GPU busy while the host launches what is timed."""
 FAR, MOST_FAR = 1 << 26, 64
 """Bytes of operands and results that a measurement goes through in turn, so that they come from memory as in a step,
 and the most sets of them."""
@@ -260,17 +262,57 @@ def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) 
     return {key: sum(f[key] for f in found) / len(found) for key in found[0] if all(key in f for f in found)}
 
 
+class DeviceClock:
+    """Tells the seconds that the device of a backend takes for a call.
+
+    On a GPU they are those between two events of the stream, behind a long product: when that is over, the host has
+    launched all of the call, so that the device waits for no launch.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend: Backend = backend
+        if backend.cuda:
+            self.events = [backend.xp.cuda.Event() for _ in range(2)]
+            self.ahead = _long_factor(backend)
+
+    def __call__(self, call: Callable[[], Any]) -> float:
+        if not self.backend.cuda:
+            start = perf_counter()
+            call()
+            return perf_counter() - start
+        xp, (begin, end) = self.backend.xp, self.events
+        xp.matmul(self.ahead, self.ahead)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(xp.cuda.get_elapsed_time(begin, end)) / 1e3
+
+
+@cache
+def _long_factor(backend: Any) -> Any:
+    """Return a matrix whose square takes a GPU AHEAD_SECONDS at least."""
+    seconds, side = 0.0, 256
+    while seconds < AHEAD_SECONDS and side < 1 << 14:
+        side *= 2
+        block = backend.zeros((side, side), np.float32)
+        for _ in range(2):  # the first sets cuBLAS up
+            backend.synchronize()
+            start = perf_counter()
+            backend.xp.matmul(block, block)
+            backend.synchronize()
+            seconds = perf_counter() - start
+    return block
+
+
 def _seconds(call: Callable[[], Any], backend: Backend, limit: float = POINT_SECONDS) -> float:
     """Return the median of the seconds of a call, called for so many seconds, at least three times."""
-    call()
-    backend.synchronize()
+    clock = DeviceClock(backend)
+    clock(call)
     times: list[float] = []
     begin = perf_counter()
     while len(times) < 3 or perf_counter() - begin < limit:
-        start = perf_counter()
-        call()
-        backend.synchronize()
-        times.append(perf_counter() - start)
+        times.append(clock(call))
     return median(times)
 
 
@@ -358,7 +400,7 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
 
     Layers of a few thousand elements run forward and backward, and on imagined blocks tell what operations they make.
     Between them other bytes pass through a processor's cache, as those of large products do in a step: what the
-    interpreter needs comes from farther away then.
+    interpreter needs comes from farther away then.  Where a GPU computes meanwhile, these are the seconds of the host.
     """
     passes = _Passes(backend, clock)
     scheme = discover()["serial"].SCHEME
@@ -377,13 +419,13 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
 
         return forward_and_backward
 
-    with imagine(1) as world:
+    with imagine(1, target="gpu" if backend.cuda else "cpu") as world:
         call = layers(Grid({"own": 1}, world.comm))
         with world.trace() as trace:
             call()
     gemms = [e for e in trace.events if isinstance(e, Gemm)]
     count = len(gemms) + sum(isinstance(e, Kernel) for e in trace.events)
-    work = sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
+    work = 0.0 if backend.cuda else sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
     with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
         call = layers(grid)
         if not backend.cuda:
@@ -393,8 +435,8 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
         while len(times) < 4 or perf_counter() - begin < 0.3:
             start, passes.seconds = clock(), 0.0
             call()
-            backend.synchronize()
             times.append(clock() - start - passes.seconds)
+            backend.synchronize()
     return max(1e-7, median(times[1:]) - work) / count
 
 
@@ -451,6 +493,7 @@ def _timed_kernels(
     Attention's are those beside its products.
     """
     plain: Any = kernels.Kernel.__call__
+    clock = DeviceClock(backend)
     times: dict[tuple[str, int], list[float]] = {}
     depth = 0
 
@@ -458,15 +501,17 @@ def _timed_kernels(
         nonlocal depth
         if depth:  # a part of another kernel
             return plain(self, *args, **named)
-        depth += 1
-        backend.synchronize()
-        start = perf_counter()
-        try:
+        made: Any = None
+
+        def one() -> None:
+            nonlocal made
             made = plain(self, *args, **named)
-            backend.synchronize()
+
+        depth += 1
+        try:
+            seconds = clock(one)
         finally:
             depth -= 1
-        seconds = perf_counter() - start
         results = made if isinstance(made, tuple) else (made,)
         size = max((b.size for b in (*args, *results) if hasattr(b, "nbytes")), default=0)
         times.setdefault((self.name, size), []).append(seconds)

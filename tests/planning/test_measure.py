@@ -44,7 +44,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_measured_machine(brief, world) -> None:
+def test_measured_machine(brief, world, backend) -> None:
     found = measure.measure_machine(world, "here")
     assert parse_machine(machine_text(found), "here.toml").name == "here"
     assert len(found.gemm["float32"].points) == 3
@@ -54,8 +54,9 @@ def test_measured_machine(brief, world) -> None:
         assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
         assert len(rows) == (3 if name.startswith("attention") else 2)
     assert 1e-7 < found.kernels.overhead < 1e-2
-    assert found.kernels.piece is not None
-    assert 0 <= found.kernels.piece < 1e-2
+    if backend == "numpy":  # on a GPU each copy is a launch, as any operation
+        assert found.kernels.piece is not None
+        assert 0 <= found.kernels.piece < 1e-2
     assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
     assert 0 <= found.overlap.waiting <= 1
     assert 0 <= found.overlap.receiving <= 1
@@ -125,7 +126,7 @@ def test_slowdown_is_that_of_polls_while_nothing_arrives(monkeypatch: pytest.Mon
         size=2, rank=0, barrier=takes("barrier"), send=takes("send"), share=lambda x: [x, 0.9 * x],
         receive=lambda token, source, wait: log.append(f"receive from {source}") or awaited,
     )  # fmt: skip
-    backend = SimpleNamespace(zeros=np.zeros, xp=SimpleNamespace(matmul=product), synchronize=lambda: None)
+    backend = SimpleNamespace(zeros=np.zeros, xp=SimpleNamespace(matmul=product), synchronize=lambda: None, cuda=False)
     monkeypatch.setattr(measure, "perf_counter", lambda: now)
     assert measure._slowdown(cast(Any, comm), cast(Any, backend)) == pytest.approx(0.25)
     begun, sent = log.index("receive from 1"), log.index("send")

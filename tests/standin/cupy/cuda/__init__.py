@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,29 @@ class Stream:
 
 
 Stream.null = Stream(null=True)
+
+
+class Event:
+    """A point of the stream, and the time when it was reached."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.time = None if disable_timing else math.nan
+
+    def record(self, stream: Stream | None = None) -> None:
+        if self.time is not None:
+            self.time = perf_counter()
+
+    def synchronize(self) -> None:
+        get_current_stream().synchronize()
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds."""
+    if start_event.time is None or end_event.time is None:
+        raise runtime.CUDARuntimeError(400, "cudaErrorInvalidResourceHandle: invalid resource handle")
+    if not get_current_stream().done:
+        raise runtime.CUDARuntimeError(600, "cudaErrorNotReady: device not ready")
+    return 1e3 * (end_event.time - start_event.time)
 
 
 def get_current_stream(device_id: int = -1) -> Stream:
