@@ -171,8 +171,8 @@ def _about(backend: Backend, comm: Comm) -> Iterator[ReportRow]:
 
 
 def _rates(backend: Backend) -> Iterator[ReportRow]:
-    n = 2**28
-    block, host = backend.zeros(n, np.uint8), backend.staging(n, np.uint8)
+    block, host = backend.zeros(2**25, np.float64), backend.staging(2**25, np.float64)
+    n = host.nbytes
     host[:] = 1
     seconds = timed(backend, block.copy)
     yield ReportRow("rates", "memory, read and written", f"{2 * n / seconds / 1e9:.0f} GB/s")

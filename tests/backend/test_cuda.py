@@ -16,8 +16,10 @@ import pytest
 
 import parlinalg as pla
 from parlinalg.backend import cuda, select_backend
-from parlinalg.backend.kernels import optimizers
-from parlinalg.backend.kernels.activations import gelu, gelu_grad, swiglu, swiglu_grad
+from parlinalg.backend.kernels import attention, optimizers
+from parlinalg.backend.kernels.activations import erf, gelu, gelu_grad, swiglu, swiglu_grad
+from parlinalg.backend.kernels.attention import device
+from parlinalg.backend.kernels.attention.visibility import Visible
 from parlinalg.backend.kernels.norms import norm, norm_grad
 from parlinalg.backend.kernels.optimizers import adam
 from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max
@@ -32,7 +34,7 @@ SHIM = r"""
 #include <cmath>
 #include <thread>
 #include <vector>
-using std::sqrt; using std::exp; using std::tanh; using std::erfc;
+using std::sqrt; using std::exp; using std::tanh; using std::erf; using std::erfc;
 struct Index { long x, y; };
 static unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return (unsigned long long)(((unsigned __int128)a * b) >> 64);
@@ -132,6 +134,7 @@ def test_cuda_kernels_compute_what_numpy_does(
     for tanh in (True, False):
         equal(gelu(v, tanh), gelu.plain(v, tanh))
         equal(gelu_grad(v, x, tanh), gelu_grad.plain(v, x, tanh))
+    equal(erf(v), erf.plain(v))
     equal(swiglu(z), swiglu.plain(z))
     equal(swiglu_grad(z, g), swiglu_grad.plain(z, g))
     for decoupled in (True, False):
@@ -181,6 +184,7 @@ def test_doctor_tries_every_cuda_kernel(
 
     known = [check(*check.inputs) for check in checks]
     monkeypatch.setattr(cuda, "launch_kernel", launch)
+    monkeypatch.setattr(device, "multiply", multiplied)
     tune(CUDA_THREADS=THREADS)
     monkeypatch.setattr(cuda, "ready", lambda *blocks: blocks[0].dtype == np.float64)
     for check, right in zip(checks, known, strict=True):
@@ -211,6 +215,49 @@ def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
     found = drop(x, table)
     np.testing.assert_array_equal(found, x * keep.part(shape, indices) * (1 / keep.p))
     assert 0 < np.count_nonzero(found) < x.size
+
+
+def multiplied(a: np.ndarray, b: np.ndarray, out: np.ndarray, scale: float = 1.0, *, add: bool = False) -> np.ndarray:
+    """What cuBLAS is asked for; it takes stacks at equal steps, with contiguous rows or columns."""
+    for x in (a, b, out):
+        assert x.strides[-1] == x.itemsize or (x.strides[-2] == x.itemsize and x is not out)
+        assert 1 in x.shape[:2] or x.strides[0] == x.shape[1] * x.strides[1]
+    out[...] = scale * (a @ b) + (out if add else 0)
+    return out
+
+
+@pytest.mark.parametrize("masks", ["none", "causal", "window", "some keys"])
+def test_attention_on_cuda(
+    masks: str, on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tune: Any
+) -> None:
+    """Blocks of queries and runs of keys, groups of queries that share keys, dropout, gradients that are added."""
+    random = np.random.default_rng(0)
+    q, d = 3 * random.normal(size=(2, 2, 11, 2, 2, 4))
+    k, v = random.normal(size=(2, 2, 13, 2, 4))
+    seen = random.random((2, 1, 1, 1, 13)) > 0.4
+    seen[1] = False
+    visible = {
+        "none": Visible(), "causal": Visible(causal=True, start=1), "window": Visible(causal=True, window=3),
+        "some keys": Visible(causal=True, keep=(seen,)),
+    }[masks]  # fmt: skip
+    factor = (random.random((2, 2, 2, 11, 13)) > 0.3) / 0.7
+    limits = attention.Limits(rows=10, keys=6, scores=100)
+    options = {"dropped": None if masks == "window" else lambda b, h, i, j: factor[b, h, :, i, j], "limits": limits}
+    monkeypatch.setattr(cuda, "launch_kernel", on_host)
+    monkeypatch.setattr(device, "multiply", multiplied)
+    tune(must=False, COMPILED_SIZE=1 << 62)
+    added = masks == "causal"
+    given = [random.normal(size=x.shape) if added else np.full(x.shape, np.nan) for x in (q, k, v)]
+    ends = []
+    for ready in (True, False):
+        monkeypatch.setattr(cuda, "ready", lambda *blocks, ready=ready: ready)
+        into = [x.copy() for x in given]
+        with attention.counting() as work:
+            out, lse, _ = attention.forward(q, k, v, visible, 0.5, **options)
+            random = np.random.default_rng(1)
+            attention.backward(d, q, k, v, out, lse, visible, 0.5, into, add=(added, added), **options)
+        ends.append((out, lse, *into, np.array([work.forward, work.backward])))
+    equal(*map(tuple, ends))
 
 
 def test_blocks_of_the_host_are_not_for_cuda() -> None:

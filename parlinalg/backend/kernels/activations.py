@@ -149,6 +149,16 @@ def erf(x: Block) -> Block:
     return fused(_erf, x, scratch=2)
 
 
+@erf.cuda(r"""
+extern "C" __global__ void pla_erf(const T* x, T* y, Int n) {
+    ELEMENTS(i, n)
+    y[i] = (T)erf((W)x[i]);
+}
+""")
+def _(x: Block) -> Block:
+    return cuda.elementwise("erf", x)
+
+
 example("erf", erf, "x")
 
 

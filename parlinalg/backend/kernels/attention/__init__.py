@@ -10,7 +10,7 @@ is sought, and in the backward pass dout is divided by the sums, in place of the
 
 Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
 
-On CPUs `blocks` computes the common cases in compiled loops.
+On CPUs `blocks` computes the common cases in compiled loops; `device` has the form for GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, namespace
+from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.compiled import exp, loop, ready
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
@@ -486,6 +486,80 @@ def _(
     if blocks is None:
         return NotImplemented
     blocks.backward(dout, out, lse, into, dropped, add, poll)
+    return None
+
+
+@forward.cuda(r"""
+__device__ inline W block_max(W v) {
+    // as block_sum
+    __shared__ W warps[32];
+    for (int step = 16; step > 0; step >>= 1) {
+        W other = __shfl_xor_sync(0xffffffffu, v, step);
+        v = other > v ? other : v;
+    }
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = v;
+    __syncthreads();
+    W most = warps[0];
+    for (int i = 1; i < (int)(blockDim.x >> 5); ++i) most = warps[i] > most ? warps[i] : most;
+    return most;
+}
+
+#define SEEN(j, i, after, upto) (j <= i + after && j > i + upto)
+
+// A row of n scores: p = exp(s - m), where m is the most of the scores that are seen and of `past`, and their sum.  Of
+// each run of `queries` rows, row i sees its keys j with i + upto < j <= i + after.  s and p may be one array.
+extern "C" __global__ void pla_attention_softmax(const W* s, const W* past, T* p, W* top, W* sum, Int n, Int queries,
+                                                 Int after, Int upto) {
+    Int row = blockIdx.x, i = row % queries;
+    W m = past[row], t = 0;
+    for (Int j = threadIdx.x; j < n; j += blockDim.x)
+        if (SEEN(j, i, after, upto)) { W x = s[row * n + j]; m = x > m ? x : m; }
+    m = block_max(m);
+    for (Int j = threadIdx.x; j < n; j += blockDim.x) {
+        W e = SEEN(j, i, after, upto) ? exp(s[row * n + j] - m) : (W)0;
+        t += e;
+        p[row * n + j] = (T)e;
+    }
+    t = block_sum(t);
+    if (threadIdx.x == 0) { top[row] = m; sum[row] = t; }
+}
+""")
+def _(
+    q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
+    limits: Limits | None = None, keep: bool = False, wide: bool = False, poll: Poll | None = None,
+) -> tuple[Block, Block, Block]:  # fmt: skip
+    from parlinalg.backend.kernels.attention.device import DeviceTask
+
+    if keep or not cuda.ready(q, k, v) or not k.size:
+        return NotImplemented
+    return (*DeviceTask(q, k, visible, scale, limits).forward(q, k, v, dropped, wide, poll), None)
+
+
+@backward.cuda(r"""
+// A row of n scores, and of the gradients of its probabilities: p = exp(s - shift), ds = p (dp - dot).  Which are seen,
+// and what may be one array, as above: s and p, dp and ds.
+extern "C" __global__ void pla_attention_scores_grad(const W* s, const W* dp, const W* shift, const W* dot, T* p, T* ds,
+                                                     Int n, Int queries, Int after, Int upto) {
+    Int row = blockIdx.x, i = row % queries;
+    W m = shift[row], d = dot[row];
+    for (Int j = threadIdx.x; j < n; j += blockDim.x) {
+        W e = SEEN(j, i, after, upto) ? exp(s[row * n + j] - m) : (W)0, g = e * (dp[row * n + j] - d);
+        p[row * n + j] = (T)e;
+        ds[row * n + j] = (T)g;
+    }
+}
+""")
+def _(
+    dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible, scale: float,
+    into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
+    kept: Block = None, add: tuple[bool, bool] = (False, False), poll: Poll | None = None,
+) -> None:  # fmt: skip
+    from parlinalg.backend.kernels.attention.device import DeviceTask
+
+    if kept is not None or not cuda.ready(q, k, v) or not k.size:
+        return NotImplemented
+    DeviceTask(q, k, visible, scale, limits).backward(dout, q, k, v, out, lse, into, dropped, add, poll)
     return None
 
 
