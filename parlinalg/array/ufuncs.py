@@ -101,10 +101,9 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
         results = [delivered(r, t, name) for r, t in zip(found if ufunc.nout > 1 else (found,), out, strict=True)]
         return tuple(results) if ufunc.nout > 1 else results[0]
     into = None if out is None else tuple(target.destination() for target in out)
-    values = [o.block if isinstance(o, DistArray) else o for o in operands]
-    theirs = None if kwargs or isinstance(arrays[0].block, np.ndarray) else getattr(arrays[0].xp, name, None)
-    if hasattr(theirs, "types"):
-        values = _cast(ufunc, theirs, values)
+    values: Sequence[Any] = [o.block if isinstance(o, DistArray) else o for o in operands]
+    if grid.backend.values and not (kwargs or grid.backend.host_memory):
+        values = _cast(ufunc, values, getattr(arrays[0].xp, name, None))
     if ufunc in _EXACT:
         result = _EXACT[ufunc](*values, **kwargs)
         if into is not None:
@@ -120,11 +119,13 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     return arrays[0].like(result, layout, shape)
 
 
-def _cast(ufunc: np.ufunc, theirs: Any, values: Sequence[Any]) -> list[Any]:
-    """Return the operands in dtypes of which CuPy computes what NumPy computes of theirs."""
+def _cast(ufunc: np.ufunc, values: Sequence[Any], theirs: Any) -> Sequence[Any]:
+    """Return the operands in dtypes of which CuPy's ufunc computes what NumPy's computes of these."""
+    if theirs is None:
+        return values
     goals = _goals(ufunc, theirs, tuple(map(_kind, values)))
     return [
-        v if to is None else v != 0 if to == np.bool_ else v.astype(to, copy=False) if hasattr(v, "astype") else v
+        v if to is None else v != 0 if to.kind == "b" else v.astype(to, copy=False) if hasattr(v, "astype") else v
         for v, to in zip(values, goals, strict=True)
     ]
 
