@@ -300,6 +300,8 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
             return sorting.nonzero(_array(condition, "where"))
         raise ValueError("np.where takes both x and y, or neither")
     xp = next(v.xp for v in (condition, x, y) if isinstance(v, DistArray))
+    if isinstance(condition, int | float | complex):
+        condition = np.bool_(condition)  # CuPy asks conditions for their dtype
     return _elementwise("where", xp.where, condition, x, y)
 
 

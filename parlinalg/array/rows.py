@@ -17,6 +17,8 @@ from parlinalg.layout import Cut, Layout, cut_lengths, span_of
 Shape = tuple[int, ...]
 Index = Any
 """Integers, the same on all ranks in a NumPy array, or a DistArray."""
+ADDED = {"int32", "int64", "uint32", "uint64", "float16", "float32", "float64"}
+"""Dtypes of which CuPy's `add.at` takes arrays."""
 
 
 class Owners:
@@ -257,6 +259,20 @@ def store(
     front, here = owners.front(), tuple(_on(grid, i) for i in owners.local(numbers))
     written = value if rows is None else rows
     if add:
-        grid.backend.xp.add.at(front, here, written)
+        _add_at(grid.backend, front, here, written)
     else:
         front[here] = written
+
+
+def _add_at(backend: Any, block: Any, index: Any, values: Any) -> None:
+    """Add values to the elements of a block, each as often as it is chosen."""
+    xp, dtype = backend.xp, block.dtype
+    if backend.host_memory or dtype.name in ADDED:
+        xp.add.at(block, index, values)
+    elif dtype.kind == "c":
+        xp.add.at(block.real, index, values.real)
+        xp.add.at(block.imag, index, values.imag)
+    else:  # bfloat16
+        total = backend.zeros(block.shape, np.float32)
+        xp.add.at(total, index, values.astype(np.float32))
+        block += total.astype(dtype)

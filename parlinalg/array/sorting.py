@@ -20,7 +20,9 @@ from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.rows import by_owner, store, trade
 from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
 from parlinalg.backend.kernels.rows import running_sum
+from parlinalg.backend.shapes import has_values
 from parlinalg.exchange import exchange, meet, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths
@@ -559,7 +561,14 @@ def _arg_extreme(block: Block, name: str, d: int) -> Block:
     NumPy takes short lines one by one; here many are taken together, an element of each at a time.
     """
     n = block.shape[d]
-    if not (isinstance(block, np.ndarray) and 1 < n <= 16 and block.size >= 4096 and block.dtype.kind in "iuf"):
+    if not isinstance(block, np.ndarray):
+        found = getattr(block, f"arg{name}")(axis=d)
+        if block.dtype.kind not in "fcV" or not has_values(block):
+            return found
+        xp = namespace(block)
+        lost = xp.isnan(xp.take_along_axis(block, xp.expand_dims(found, d), axis=d)).squeeze(d)
+        return xp.where(lost, xp.isnan(block).argmax(axis=d), found) if lost.any() else found  # CuPy: any of the NaNs
+    if not (1 < n <= 16 and block.size >= 4096 and block.dtype.kind in "iuf"):
         return getattr(block, f"arg{name}")(axis=d)
     lines = np.moveaxis(block, d, -1).reshape(-1, n)
     out, step = np.zeros(len(lines), np.int64), 4096
@@ -611,7 +620,7 @@ def arg_extreme(a: DistArray, name: str, axis: int | None, keepdims: bool = Fals
         some = np.flatnonzero(lengths)  # ranks in order: the first of equals is the first in the line
         some = _host_index(some, grid.backend)
         bests, places = bests[some], places[some]
-        which = getattr(bests, f"arg{name}")(axis=0)
+        which = _arg_extreme(bests, name, 0)
         block = xp.take_along_axis(places, which[None], axis=0)[0]
     out = a.like(block, layout, shape)
     return out if keepdims else reshape(out, tuple(m for i, m in enumerate(a.shape) if i != d))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,9 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
         results = [delivered(r, t, name) for r, t in zip(found if ufunc.nout > 1 else (found,), out, strict=True)]
         return tuple(results) if ufunc.nout > 1 else results[0]
     into = None if out is None else tuple(target.destination() for target in out)
-    values = [o.block if isinstance(o, DistArray) else o for o in operands]
+    values: Sequence[Any] = [o.block if isinstance(o, DistArray) else o for o in operands]
+    if grid.backend.values and not (kwargs or grid.backend.host_memory):
+        values = _cast(ufunc, values, getattr(arrays[0].xp, name, None))
     if ufunc in _EXACT:
         result = _EXACT[ufunc](*values, **kwargs)
         if into is not None:
@@ -114,6 +117,44 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     if isinstance(result, tuple):
         return tuple(arrays[0].like(r, layout, shape) for r in result)
     return arrays[0].like(result, layout, shape)
+
+
+def _cast(ufunc: np.ufunc, values: Sequence[Any], theirs: Any) -> Sequence[Any]:
+    """Return the operands in dtypes of which CuPy's ufunc computes what NumPy's computes of these."""
+    if theirs is None:
+        return values
+    goals = _goals(ufunc, theirs, tuple(map(_kind, values)))
+    return [
+        v if to is None else v != 0 if to.kind == "b" else v.astype(to, copy=False) if hasattr(v, "astype") else v
+        for v, to in zip(values, goals, strict=True)
+    ]
+
+
+def _kind(value: Any) -> Any:
+    """The dtype of an operand; of Python's numbers, which take on another's, their type."""
+    if hasattr(value, "dtype"):
+        return value.dtype
+    return np.dtype(bool) if isinstance(value, bool) else next(t for t in (int, float, complex) if isinstance(value, t))
+
+
+@cache
+def _goals(ufunc: np.ufunc, theirs: Any, kinds: tuple[Any, ...]) -> tuple[np.dtype | None, ...]:
+    """Return the dtypes that operands of these must be cast to for CuPy; None where they need not.
+
+    CuPy's ufuncs lack some of NumPy's loops, have others that NumPy has not (`sign` of truth values), and take the
+    first one that operands can be cast to.  Where NumPy has none its error is raised.
+    """
+    if any(getattr(kind, "name", "") == "bfloat16" for kind in kinds):  # NumPy's loops for it are not NumPy's own
+        return (None,) * ufunc.nin
+    want = ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout))[: ufunc.nin]
+    known = [to if isinstance(kind, type) else kind for kind, to in zip(kinds, want, strict=True)]
+    loops = [[np.dtype(c) for c in t.split("->")[0]] for t in theirs.types if not set(t) & set("EV")]
+    fits = (loop for loop in loops if all(np.can_cast(kind, to) for kind, to in zip(known, loop, strict=True)))
+    if next(fits, None) == list(want):
+        return (None,) * ufunc.nin
+    if ufunc.__name__.startswith("logical") and any(to.kind == "c" for to in want):
+        want = (np.dtype(bool),) * ufunc.nin
+    return tuple(None if to == kind else to for kind, to in zip(kinds, want, strict=True))
 
 
 def _where(ufunc: np.ufunc, inputs: Sequence[Any], options: dict[str, Any]) -> Any:

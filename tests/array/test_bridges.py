@@ -35,12 +35,12 @@ def test_products_of_a_linear_operator(grid, world, shape, dtype):
         assert isinstance(operator, linalg.LinearOperator)
         assert operator.shape == shape
         assert operator.dtype == dtype
-        for x, y in (
-            (numbers((n,), dtype, 2), numbers((m,), dtype, 3)),
-            (numbers((n, 1), dtype), numbers((m, 1), dtype)),
-        ):
-            np.testing.assert_array_equal(alike(world, operator.matvec(x)), a @ x)
-            np.testing.assert_array_equal(alike(world, operator.rmatvec(y)), a.conj().T @ y)
+        x, y = numbers((n,), dtype, 2), numbers((m,), dtype, 3)
+        np.testing.assert_array_equal(alike(world, operator.matvec(x)), a @ x)
+        np.testing.assert_array_equal(alike(world, operator.rmatvec(y)), a.conj().T @ y)
+        x, y = numbers((n, 1), dtype), numbers((m, 1), dtype)
+        np.testing.assert_array_equal(alike(world, operator @ x), a @ x)
+        np.testing.assert_array_equal(alike(world, operator.H @ y), a.conj().T @ y)
         x, y = numbers((n, 3), np.float64, 4), numbers((m, 2), dtype, 5)
         np.testing.assert_array_equal(alike(world, operator.matmat(x)), a @ x)
         np.testing.assert_array_equal(alike(world, operator.rmatmat(y)), a.conj().T @ y)

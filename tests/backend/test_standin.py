@@ -50,6 +50,11 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "hash": (TypeError, lambda x: hash(x)),
     "set of another dtype": (TypeError, lambda x: x.set(HOST.astype("f4"))),
     "get into another shape": (ValueError, lambda x: x.get(out=np.empty(12))),
+    "loop that CuPy lacks": (TypeError, lambda x: cp.logical_not(x.astype(complex))),
+    "loop that raises": (TypeError, lambda x: cp.subtract(x > 1, x > 2)),
+    "number that the dtype lacks": (OverflowError, lambda x: x.astype(np.uint8) + -1),
+    "sums of complex numbers by index": (TypeError, lambda x: cp.add.at(x.astype(complex), 0, 1)),
+    "condition without a dtype": (AttributeError, lambda x: cp.where(True, x, x)),
     "bitwise of bfloat16": (TypeError, lambda x: cp.bitwise_and(x.astype(ml_dtypes.bfloat16), 1)),
 }
 
@@ -68,6 +73,22 @@ def test_reductions_and_elements_are_arrays(x: Any) -> None:
     assert float(x.sum()) == 66.0
     assert f"{x.sum():.1f}" == "66.0"
     assert x.max() > 3
+
+
+def test_loops_are_those_of_cupy(x: Any) -> None:
+    """The first to which operands can be cast; with Python's numbers as NumPy has it."""
+    assert cp.sign(x > 1).dtype == np.int8  # NumPy has none
+    assert (x.astype(np.float32) + 1j).dtype == np.complex64
+    assert (x.astype(np.uint8) + 1).dtype == np.uint8
+    assert (x.astype(np.uint8) > -1).all()
+    assert (x.astype(np.int8) / 2).dtype == np.float64
+    assert cp.add(x, 1, dtype=np.float32).dtype == np.float32
+
+
+def test_of_several_nans_any_is_the_extreme(x: Any) -> None:
+    x[1, :2] = np.nan
+    assert int(x.argmin()) == int(cp.argmax(x)) == 5  # NumPy's is the first
+    assert x.argmin(axis=0).tolist() == [1, 1, 0, 0]
 
 
 def test_arithmetic(x: Any) -> None:

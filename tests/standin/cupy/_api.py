@@ -7,7 +7,7 @@ from pathlib import Path
 
 FUNCTIONS: dict[str, inspect.Signature] = {}
 METHODS: dict[str, inspect.Signature] = {}
-UFUNCS: dict[str, tuple[int, int, str]] = {}  # inputs, outputs, dtype characters it takes
+UFUNCS: dict[str, tuple[int, int, list[str]]] = {}  # inputs, outputs, loops, in the order in which they are tried
 SAME: set[str] = set()  # classes and constants that are NumPy's own
 
 DTYPES = "?bhilqBHILQefdFDE"  # E: bfloat16
@@ -20,8 +20,8 @@ def _load() -> None:
             table = FUNCTIONS if kind == "function" else METHODS
             table[name] = inspect.signature(eval(f"lambda {rest.strip()[1:-1]}: None"))
         elif kind == "ufunc":
-            inputs, outputs, dtypes = rest.split()
-            UFUNCS[name] = (int(inputs), int(outputs), dtypes)
+            inputs, outputs, loops = rest.split()
+            UFUNCS[name] = (int(inputs), int(outputs), loops.split(","))
         elif kind == "same":
             SAME.add(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,8 @@ class ndarray:
             self._reachable()
             if name in ("sort", "argsort"):
                 kwargs = {"kind": "stable", **kwargs}  # as CuPy's are
+            if name in ("argmin", "argmax") and self.dtype.kind in "fcV":
+                return call(partial(_last_nan, name), (self, *args), kwargs)
             return call(getattr(self._a, name), args, kwargs, parent=self)
 
         return method
@@ -312,6 +315,13 @@ def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parent: n
         if isinstance(given, ndarray) and given._a is result:
             return given
     return parent._view(result) if parent is not None and isinstance(result, np.ndarray) else wrap(result)
+
+
+def _last_nan(name: str, a: np.ndarray, axis: int | None = None, **kwargs: Any) -> Any:
+    """`argmin` or `argmax`; of several NaNs CuPy may take any, here the last."""
+    odd = np.isnan(a)
+    last = (odd.size if axis is None else odd.shape[axis]) - 1 - np.flip(odd, axis).argmax(axis, **kwargs)
+    return np.where(odd.any(axis, **kwargs), last, getattr(a, name)(axis, **kwargs))
 
 
 def _from_host(array: np.ndarray) -> ndarray:

@@ -2,35 +2,88 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from . import _api, cuda
 from ._array import call, ndarray, wrap
 
+ADDED = (np.int32, np.int64, np.float16, np.float32, np.float64, np.uint32, np.uint64)
+"""Dtypes of `add.at`."""
+WEAK_INTS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or")
+"""Ufuncs in which Python's integers do not take on the dtypes of others."""
+
 
 class ufunc:
-    """An elementwise function; operands are device arrays and scalars."""
+    """An elementwise function; operands are device arrays and scalars.
+
+    It takes the first of CuPy's loops to whose dtypes the operands can be cast, and NumPy's function of these.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.name = name
-        self.nin, self.nout, self._dtypes = _api.UFUNCS[name]
+        self.nin, self.nout, self._loops = _api.UFUNCS[name]
         self._numpy: Any = getattr(np, name)
+        self._loop = cache(self._loop_of)
+
+    @property
+    def types(self) -> list[str]:
+        return [loop.replace("!", "?") for loop in self._loops]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_keywords(self.name, kwargs, {"out", "where", "dtype", "casting"})
         self._check(args)
         if isinstance(kwargs.get("where", True), bool):
             kwargs.pop("where", None)
-        return call(self._numpy, args, kwargs)
+        dtype = kwargs.pop("dtype", None)
+        taken, made = self._loop(tuple(map(_kind, args[: self.nin])), None if dtype is None else np.dtype(dtype))
+
+        def run(*given: Any, **options: Any) -> Any:
+            inputs = [
+                x.astype(to, copy=False) if hasattr(x, "astype") else np.array(x, to)
+                for x, to in zip(given, taken, strict=False)
+            ]
+            found = self._numpy(*inputs, *given[self.nin :], **options)
+            if self._numpy is np.true_divide and found.dtype.kind == "c":
+                np.copyto(found, np.nan * (1 + 1j), where=inputs[1] == 0)
+            elif self._numpy is np.power and found.dtype.kind == "f":
+                np.nextafter(found, found.dtype.type(0), out=found, where=inputs[1] < 0)  # CUDA's are not exact
+            if len(given) > self.nin or options.get("out") is not None:
+                return found
+            if self.nout == 1:
+                return found.astype(made[0], copy=False)
+            return tuple(x.astype(to, copy=False) for x, to in zip(found, made, strict=True))
+
+        return call(run, args, kwargs)
+
+    def _loop_of(self, kinds: tuple[Any, ...], dtype: np.dtype | None) -> tuple[list[np.dtype], list[np.dtype]]:
+        own = list(map(np.dtype, kinds))
+        scores = [_score(kind) for kind in own]
+        arrays = [score for score, kind in zip(scores, kinds, strict=True) if not isinstance(kind, type)]
+        strong = not arrays or max(scores) > max(arrays)  # scalars of a higher kind keep their dtypes
+        strong |= self.name in WEAK_INTS and max(scores) < 2
+
+        def takes(kind: Any, to: np.dtype) -> bool:
+            if np.can_cast(kind, to):
+                return True
+            return isinstance(kind, type) and not strong and np.result_type(kind(0), to) == to
+
+        for loop in self._loops:
+            taken, made = loop.split("->")
+            inputs, outputs = list(map(_dtype, taken)), [] if made == "!" else list(map(_dtype, made))
+            if all(map(takes, kinds, inputs)) if dtype is None else outputs == [dtype] * self.nout:
+                if made == "!":
+                    raise TypeError(f"cupy_{self.name} takes no booleans")
+                return inputs, outputs
+        raise TypeError(f"Wrong type ({own if dtype is None else dtype}) of arguments for cupy_{self.name}")
 
     def _check(self, args: tuple[Any, ...]) -> None:
         for arg in args:
             if not isinstance(arg, (ndarray, np.generic, int, float, complex, type(None))):
                 raise TypeError(f"Unsupported type {type(arg)}")
-            if isinstance(arg, ndarray) and arg.dtype.char == "E" and "E" not in self._dtypes:
-                raise TypeError(f"Wrong type ({arg.dtype}) of arguments for cupy_{self.name}")
 
     def _method(self, method: str, allowed: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.name not in allowed:
@@ -51,6 +104,8 @@ class ufunc:
         return call(self._numpy.outer, (a, b), kwargs)
 
     def at(self, a: Any, indices: Any, b: Any = None) -> None:
+        if self.name == "add" and a.dtype not in ADDED:
+            raise TypeError(f"cupy.add.at only supports {', '.join(t.__name__ for t in ADDED)} as data type")
         args = (a, indices) if b is None else (a, indices, b)
         self._method(
             "at", ("add", "subtract", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor"), args, {}
@@ -58,6 +113,21 @@ class ufunc:
 
     def __repr__(self) -> str:
         return f"<ufunc 'cupy_{self.name}'>"
+
+
+def _dtype(char: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if char == "E" else char)
+
+
+def _kind(value: Any) -> Any:
+    """The dtype of an operand; of Python's numbers their type."""
+    if isinstance(value, bool):
+        return np.dtype(bool)
+    return getattr(value, "dtype", None) or next(t for t in (int, float, complex) if isinstance(value, t))
+
+
+def _score(kind: np.dtype) -> int:
+    return 0 if kind.kind == "b" else 1 if kind.kind in "iu" else 2
 
 
 def _refuse_keywords(name: str, kwargs: dict[str, Any], allowed: set[str]) -> None:
@@ -74,6 +144,10 @@ def function(name: str) -> Any:
 
     def device_function(*args: Any, **kwargs: Any) -> Any:
         _api.check_call(name, signature, args, kwargs)
+        if name == "where" and not isinstance(args[0], (ndarray, np.generic)):
+            raise AttributeError(f"'{type(args[0]).__name__}' object has no attribute 'astype'")
+        if name in ("argmin", "argmax"):
+            return getattr(args[0], name)(*args[1:], **kwargs)
         if name == "matmul" and args[0].dtype.char == args[1].dtype.char == "E":
             if args[0].ndim > 2 or args[1].ndim > 2:
                 raise TypeError("products of stacks of bfloat16 matrices fail in CuPy 14")
