@@ -1,11 +1,14 @@
 """Factorizations and triangular solutions of matrices on a GPU, by cuSOLVER and cuBLAS through CuPy's functions.
 
-CuPy says nothing of a matrix that cuSOLVER cannot factor unless it is asked to (`raising`).
+CuPy says nothing of a matrix that cuSOLVER cannot factor unless it is asked to (`raising`).  `solve`, `eigh`,
+`eigvalsh`, `svd` and `lstsq` are NumPy's, of matrices or of stacks.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -14,11 +17,47 @@ import numpy as np
 from cupyx.scipy.linalg import lu_factor, solve_triangular
 
 TURNED = {"N": "T", "T": "N"}
+FAILURES = {
+    "getr": "Singular matrix",
+    "potr": "Matrix is not positive definite",
+    "gesvd": "SVD did not converge",
+    "syev": "Eigenvalues did not converge",
+}
+"""NumPy's words for the failure of a routine, by a part of its name."""
+JACOBI = 32
+"""The most rows for which the eigenvectors of a stack by Jacobi's method are as exact as LAPACK's."""
 
 
-def raising() -> Any:
-    """Return a context in which CuPy's functions raise LinAlgError where cuSOLVER reports a failure."""
-    return cupyx.errstate(linalg="raise")
+@contextmanager
+def raising() -> Iterator[None]:
+    """Within it CuPy's functions raise LinAlgError, in NumPy's words, where cuSOLVER or cuBLAS reports a failure."""
+    try:
+        with cupyx.errstate(linalg="raise"):
+            yield
+    except np.linalg.LinAlgError as error:
+        words = next((words for name, words in FAILURES.items() if name in str(error).partition(" in cu")[0]), "")
+        raise np.linalg.LinAlgError(words or str(error)) from None
+
+
+def _in_range(a: Any) -> tuple[Any, Any]:
+    """Return matrices whose squares of elements stay in range, and the powers of two by which they were multiplied.
+
+    LAPACK's drivers do so, cuSOLVER's do not.  None in place of the powers, [..., 1], says that all are 1.
+    """
+    if not a.size:
+        return a, None
+    limits, axes = np.finfo(a.dtype), (-2, -1)
+    parts = (a.real, a.imag) if a.dtype.kind == "c" else (a,)
+    sizes = [cupy.maximum(x.max(axes, keepdims=True), -x.min(axes, keepdims=True)) for x in parts]
+    largest = sizes[0] if len(sizes) == 1 else cupy.maximum(*sizes)
+    small = float(limits.tiny) ** 0.5 / float(limits.eps)
+    odd = (largest > 0) & ((largest < small) | (largest > 1 / small))
+    if not bool(odd.any()):
+        return a, None
+    most = limits.maxexp - 24
+    powers = cupy.where(odd, cupy.clip(-cupy.frexp(largest)[1], -most, most), 0)
+    scale = cupy.ldexp(cupy.ones_like(largest), powers)
+    return a * scale, scale[..., 0]
 
 
 def cholesky(a: Any) -> int:
@@ -73,3 +112,55 @@ def qr(a: Any) -> tuple[Any, Any]:
     """Return Q and R, reduced (`geqrf` and `orgqr`)."""
     found: tuple[Any, Any] = cupy.linalg.qr(a)
     return found
+
+
+def solve(a: Any, b: Any) -> Any:
+    """Return the solution x of `a x = b`, for b of as many dims as a."""
+    return cupy.linalg.solve(a, b) if b.size else b.copy()  # CuPy divides by the number of columns
+
+
+def triangles(t: Any, b: Any, *, lower: bool, adjoint: bool, unit: bool) -> Any:
+    """Return the solutions x of `op(t) x = b` of stacks (`trsmBatched`)."""
+    if not b.size:
+        return b.copy()
+    if not unit and not bool(t.diagonal(0, -2, -1).all()):
+        raise np.linalg.LinAlgError("Singular matrix")
+    op = "N" if not adjoint else "C" if t.dtype.kind == "c" else "T"
+    return solve_triangular(t, b, op, lower, unit)
+
+
+def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
+    """Return U, the singular values and Vᴴ, or the values alone (`gesvd`; `gesvdjBatched` of small ones in stacks)."""
+    a, scale = _in_range(a)
+    found = cupy.linalg.svd(a, full_matrices, compute_uv)
+    if scale is None:
+        return found
+    return (found[0], found[1] / scale, found[2]) if compute_uv else found / scale
+
+
+def eigh(a: Any) -> tuple[Any, ...]:
+    """Return eigenvalues and eigenvectors by the lower triangles, with zeros above (`syevd`; `syevjBatched`)."""
+    return _eigen(cupy.linalg.eigh, a)
+
+
+def eigvalsh(a: Any) -> Any:
+    """Return eigenvalues by the lower triangles, with zeros above."""
+    return _eigen(lambda x: (cupy.linalg.eigvalsh(x),), a)[0]
+
+
+def _eigen(function: Any, a: Any) -> tuple[Any, ...]:
+    """Return what a function gives for matrices in range, one by one where Jacobi's method is less exact."""
+    a, scale = _in_range(a)
+    if a.ndim > 2 and a.shape[-1] > JACOBI and a.size:
+        found = zip(*map(function, a.reshape(-1, *a.shape[-2:])), strict=True)
+        values, *vectors = (cupy.stack(each).reshape(*a.shape[:-2], *each[0].shape) for each in found)
+    else:
+        values, *vectors = function(a)
+    return values if scale is None else values / scale, *vectors
+
+
+def lstsq(a: Any, b: Any, rcond: Any = None) -> tuple[Any, ...]:
+    """Return x, sums of squares, the rank and the singular values of one matrix (`gesvd`)."""
+    a, scale = _in_range(a)
+    x, squares, rank, values = cupy.linalg.lstsq(a, b, rcond)
+    return (x, squares, rank, values) if scale is None else (x * scale, squares, rank, values / scale)

@@ -67,6 +67,11 @@ def beside(a: np.ndarray, like: Block) -> Block:
     return backend_of(like).from_host(a)
 
 
+def routines(a: Block) -> Any:
+    """Return the module whose `svd`, `eigh`, `eigvalsh`, `solve` and `lstsq` are for a block: NumPy's or the GPU's."""
+    return namespace(a).linalg if isinstance(a, np.ndarray) or not has_values(a) else _device(a)
+
+
 def raising(like: Block) -> Any:
     """Return a context in which failures of the factorizations of blocks like this one raise LinAlgError."""
     device = _device(like)
@@ -151,6 +156,22 @@ def substitute(
         b[...] = solve_triangular(t, b.conj().T, trans, lower, unit, check_finite=False).conj().T
     else:
         b[...] = solve_triangular(t, b, trans, lower, unit, check_finite=False)
+
+
+def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False, unit: bool = False) -> Block:
+    """Return the solutions x of `op(t) x = b` of stacks of triangles, with zeros outside of them and ones for `unit`.
+
+    A zero on a diagonal is an error.
+    """
+    if not isinstance(t, np.ndarray) and has_values(t):
+        return _device(t).triangles(t, b, lower=lower, adjoint=adjoint, unit=unit)
+    xp = namespace(t)
+    t = t + xp.eye(t.shape[-1], dtype=t.dtype) if unit else t
+    t = t.swapaxes(-1, -2).conj() if adjoint else t
+    if lower == adjoint:
+        return xp.linalg.solve(t, b)
+    # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
+    return xp.linalg.solve(t[..., ::-1, ::-1], b[..., ::-1, :])[..., ::-1, :]
 
 
 def multiply(t: Block, b: Block, *, adjoint: bool = False) -> Block:

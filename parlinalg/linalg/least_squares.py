@@ -170,12 +170,12 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
     problem, rank = "", 0
     x, s = grid.backend.empty(b.block.shape, b.dtype), grid.backend.empty((0,), a.real.dtype)
     if grid.inside:
-        xp = a.xp
         if not (kernels.finite(a.block) and kernels.finite(b.block)):
             problem = "odd"
         else:
             try:
-                x, _, rank, s = xp.linalg.lstsq(a.block, b.block, rcond=limit)
+                with kernels.raising(a.block):
+                    x, _, rank, s = kernels.routines(a.block).lstsq(a.block, b.block, rcond=limit)
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
     told = grid.world.share((problem, int(rank)), others="alike")
@@ -262,7 +262,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
             if alone:
                 with suppress(LinAlgError), kernels.raising(r):
                     s[:] = 0
-                    s[:] = xp.linalg.svd(r, compute_uv=False)
+                    s[:] = kernels.routines(r).svd(r, compute_uv=False)
                 sound = bool((s > limit * s.max()).all()) if has_values(s) else True  # assumed, or not sound before
     if grid.world.share(sound, others="alike").count(False):
         return None
@@ -342,7 +342,7 @@ def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ..
     count = math.prod(lead)
     a, b = a.reshape(count, m, n), b.reshape(count, m, sides)
     q, r = xp.linalg.qr(_adjoint(a) if wide else a)
-    s = xp.linalg.svd(r, compute_uv=False)
+    s = kernels.routines(r).svd(r, compute_uv=False)
     kept = s > limit * s[:, :1]
     t = _adjoint(r) if wide else r  # x = Q T⁺ b, or T⁺ Qᴴ b
     right = b if wide else _adjoint(q) @ b
@@ -350,10 +350,10 @@ def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ..
     regular = kept.all(axis=1) & (xp.diagonal(r, axis1=1, axis2=2) != 0).all(axis=1)
     some = _chosen(regular, True)
     if len(some):
-        y[some] = xp.linalg.solve(t[some], right[some])
+        y[some] = kernels.triangles(t[some], right[some], lower=wide)
     some = _chosen(regular, False)
     if len(some):
-        u, values, vh = xp.linalg.svd(t[some], full_matrices=False)
+        u, values, vh = kernels.routines(t).svd(t[some], full_matrices=False)
         inverse = xp.where(kept[some], 1 / xp.where(kept[some], values, 1), 0).astype(real)
         y[some] = _adjoint(vh) @ (inverse[:, :, None] * (_adjoint(u) @ right[some]))
     found = (q @ y if wide else y, kept.sum(axis=1), s, q, r)

@@ -347,7 +347,7 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
 
 
 def _polar_factor(xp: Any, a: Any) -> Any:
-    u, _, vh = xp.linalg.svd(a, full_matrices=False)
+    u, _, vh = kernels.routines(a).svd(a, full_matrices=False)
     return u @ vh
 
 

@@ -127,7 +127,7 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
         return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
     if a.ndim > 2 or b.ndim > 2:
         no_layers(None, depth)
-        return batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0], None
+        return batches("solve", lambda xp, p, q: kernels.routines(p).solve(p, q), solve, a, b, like=1)[0], None
     factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
     return factor.carried(b), factor
 
@@ -264,12 +264,7 @@ def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool,
     a = (tril if lower else triu)(a, k=(-1 if lower else 1) * unit)  # what is not read may be anything
 
     def local(xp: Any, p: Any, q: Any) -> Any:
-        p = p + xp.eye(p.shape[-1], dtype=p.dtype) if unit else p
-        p = p.swapaxes(-1, -2).conj() if adjoint else p
-        if lower == adjoint:
-            return xp.linalg.solve(p, q)
-        # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
-        return xp.linalg.solve(p[..., ::-1, ::-1], q[..., ::-1, :])[..., ::-1, :]
+        return kernels.triangles(p, q, lower=lower, adjoint=adjoint, unit=unit)
 
     def one(p: DistArray, q: DistArray) -> DistArray:
         return solve_triangular(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit)

@@ -1,4 +1,4 @@
-"""Arrays on GPUs are factored on GPUs: by the stand-in for CuPy, which counts copies between host and device."""
+"""Arrays on GPUs are factored on GPUs: by CuPy, or by its stand-in, which counts copies between host and device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from parlinalg import linalg
 from parlinalg.linalg import kernels
 from parlinalg.linalg.lu import _regular
 from tests.cases import grids
+from tests.linalg.test_factors import random
 
 cupy = pytest.importorskip("cupy")
-pytestmark = [
-    pytest.mark.one_in(8),
-    pytest.mark.skipif(not hasattr(cupy.cuda, "copied"), reason="only the stand-in for CuPy counts copies"),
-]
+pytestmark = pytest.mark.one_in(8)
 
 N, B = 128, 8
 
@@ -65,6 +63,9 @@ ALONE = {
 """What computes on the device where one rank has the whole matrix."""
 
 
+@pytest.mark.skipif(
+    not hasattr(cupy.cuda, "copied"), reason="cannot be had here: the count of copies, of the stand-in for CuPy"
+)
 @pytest.mark.parametrize("name", [*WORK, *ALONE])
 def test_no_matrix_goes_to_the_host(grid, aware, name):
     """To the host and back go pivots, diagonals, tiles of panels and single numbers, never as much as a rank's tiles.
@@ -130,12 +131,46 @@ def test_panels_that_products_do_not_orthogonalize(grid):
 
 @pytest.mark.parametrize("name", ["cholesky", "inv", "solve"])
 def test_failures_in_stacks_are_errors(grid, name):
-    """CuPy ignores what cuSOLVER reports unless it is asked to raise it."""
+    """CuPy ignores what cuSOLVER reports unless it is asked to raise it, and then names routines of NVIDIA's."""
     a = np.stack([np.eye(3)] * 12)
     a[5] = -np.eye(3) if name == "cholesky" else 0
     x = placed(a, grid)
-    with pytest.raises(np.linalg.LinAlgError):
+    words = "not positive definite" if name == "cholesky" else "[Ss]ingular"
+    with pytest.raises(np.linalg.LinAlgError, match=words):
         linalg.solve(x, x) if name == "solve" else getattr(linalg, name)(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "three"])
+def test_matrices_whose_squares_leave_the_range(xp, dtype, lead):
+    """LAPACK's drivers scale them, cuSOLVER's do not; nor is Jacobi's method, for stacks, as exact."""
+    rng, n = np.random.default_rng(4), 40
+    a = random((*lead, n, n), dtype, rng)
+    given = (a + a.conj().swapaxes(-1, -2)) / 2
+    limits = np.finfo(dtype)
+    tol, own = 10 * n * float(limits.eps), kernels.routines(xp.asarray(a))
+    for power in (limits.minexp + 30, 0, limits.maxexp - 12):
+        size = 2.0**power
+        s = xp.asarray((given * size).astype(dtype))
+        w, z = own.eigh(xp.tril(s))
+        u, values, vh = own.svd(s)
+        for v, left, right in ((w, z, z.conj().swapaxes(-1, -2)), (values, u, vh)):
+            found = left.get() * (v.get() / size)[..., None, :] @ right.get()
+            np.testing.assert_allclose(found, given, atol=tol * 10)
+            assert v.dtype == limits.dtype
+        want = np.sort(abs(w.get() / size))[..., ::-1]
+        for found in (values, own.svd(s, compute_uv=False)):
+            np.testing.assert_allclose(found.get() / size, want, atol=tol * 10)
+        np.testing.assert_allclose(own.eigvalsh(xp.tril(s)).get() / size, w.get() / size, atol=tol * 10)
+        if not lead:
+            x = own.lstsq(s, s, None)[0].get()
+            np.testing.assert_allclose(x, np.eye(n), atol=1e4 * tol)
+
+
+def test_no_right_hand_sides(xp):
+    a, none = xp.asarray(np.stack([np.eye(3)] * 2)), xp.zeros((2, 3, 0))
+    assert kernels.routines(a).solve(a, none).shape == none.shape
+    assert kernels.triangles(a, none, lower=True).shape == none.shape
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex128"])

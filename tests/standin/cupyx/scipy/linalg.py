@@ -24,6 +24,8 @@ def solve_triangular(
 ) -> Any:  # fmt: skip
     """The solution in columns; b itself if it lies so and may be overwritten.  The other triangle is not read."""
     t, x = _values(a), _values(b)
+    if t.ndim > 2:
+        return _stacks_of_triangles(t, x, trans, lower, unit_diagonal)
     if t.ndim != 2 or t.shape[0] != t.shape[1]:
         raise ValueError("expected square matrix")
     if len(t) != len(x):
@@ -45,6 +47,22 @@ def solve_triangular(
         x[...] = found
         return b
     return wrap(np.asfortranarray(found))
+
+
+def _stacks_of_triangles(t: np.ndarray, x: np.ndarray, trans: Any, lower: bool, unit: bool) -> Any:
+    """By one call of `trsmBatched`; b is not overwritten."""
+    if t.shape[-1] != t.shape[-2]:
+        raise ValueError("expected a batch of square matrices")
+    if t.shape[:-2] != x.shape[: t.ndim - 2]:
+        raise ValueError("incompatible batch count")
+    if x.ndim != t.ndim or t.shape[-2] != x.shape[-2]:
+        raise ValueError("incompatible dimensions")
+    if not t.size or not x.size:
+        raise ZeroDivisionError("division by zero")
+    found = np.empty_like(x)
+    for at in np.ndindex(t.shape[:-2]):
+        found[at] = solve_triangular(wrap(t[at]), wrap(x[at]), trans, lower, unit)._a
+    return wrap(found)
 
 
 def lu_factor(a: Any, overwrite_a: bool = False, check_finite: bool = True) -> Any:
