@@ -1,4 +1,5 @@
-"""Solve, factor, decompose: parlinalg against ScaLAPACK, LAPACK in one process, Heat and Dask, in one run.
+"""Solve, factor, decompose: parlinalg against ScaLAPACK, LAPACK in one process, Heat and Dask, in one run; on a GPU
+against CuPy and PyTorch.
 
 The libraries take turns: every round runs each of them once on every number of ranks.  BLAS threads × ranks = cores;
 LAPACK has all cores, and Dask as many threads as ranks.  parlinalg starts from arrays at rest and ends with such,
@@ -10,6 +11,10 @@ of the arrays that go in and come out.
     OPENBLAS_CORETYPE=Haswell python bench/linalg.py --sizes 2048 --routines lu solve --ranks 1 2 --dtype float32
     python bench/linalg.py --pieces parlinalg --rounds 0 --memory --ranks 1 2 4
     python bench/linalg.py --sizes 11000 --routines cg --ranks 1 2         # an iteration, and reading the matrix once
+    python bench/linalg.py --device cuda                                   # one GPU, float64 and float32: 2 minutes
+
+On a GPU one rank of parlinalg has it, each library has a process a round, and CuPy and PyTorch have the same matrices
+on the device.  What would take a library longer than --longest it does not run.
 
 SciPy's `cg` is in the place of LAPACK's.  A GB/s of it is the bytes of the matrix by the time of an iteration.
 """
@@ -17,6 +22,7 @@ SciPy's `cg` is in the place of LAPACK's.  A GB/s of it is the bytes of the matr
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -49,6 +55,17 @@ TALL = {
 }
 """Those that have it for tall ones; Heat's `lstsq` and `solve` take matrices that are not distributed."""
 ROUTINES = tuple(dict.fromkeys((*SQUARE, *TALL)))
+ON_GPU = ("parlinalg", "cupy", "torch")
+NAMES = {"parlinalg": "parlinalg", "cupy": "CuPy", "torch": "PyTorch"}
+OPERATIONS = {
+    "cholesky": lambda m, n: n**3 / 3,
+    "lu": lambda m, n: n * n * (m - n / 3),
+    "solve": lambda m, n: 2 * n**3 / 3 + 32 * n * n,
+    "triangular": lambda m, n: 16 * n * n,
+    "qr": lambda m, n: 4 * n * n * (m - n / 3),
+    "lstsq": lambda m, n: 2 * n * n * (m - n / 3),
+}
+"""Floating-point operations of the routines for which all count the same ones, by Householder's QR."""
 REPEATS = {"eigh": 1, "svd": 1}
 """Timed repeats a round, where not 3."""
 
@@ -191,18 +208,61 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return f"{rows[0]['routine']} {m} × {n}, {args.dtype}\n\n{harness.table(head, lines)}\n"
 
 
+def on_gpu(args: argparse.Namespace, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """All routines at all sizes on one GPU, in both precisions if none is given; tables are printed."""
+    missing, told = {}, {}
+    jobs = [
+        (routine, m, n, dtype)
+        for m, n in sorted(sizes, key=lambda s: s[0] * s[1] * s[1])
+        for routine in args.routines
+        for dtype in ([args.dtype] if args.dtype else ["float64", "float32"])
+        if routine in (SQUARE if m == n else TALL) and routine != "cg" and not (routine == "svd" and n > 4096)
+    ]
+    for _ in range(args.rounds):
+        for name in [name for name in args.pieces if name not in missing]:
+            limits = [str(args.seconds), str(args.longest), "5", "-"]
+            command = [sys.executable, str(BENCH / "pieces" / "linalg.py"), name, "gpu", *limits, json.dumps(jobs)]
+            try:
+                found = harness.run(command, harness.environment(1, {"PARLINALG_MPI": "0"}), timeout=3000)
+            except RuntimeError as error:
+                if name == "parlinalg":
+                    raise
+                missing[name] = " ".join(str(error).split())[-300:]
+                print(f"without {name}: {missing[name]}", file=sys.stderr)
+                continue
+            for job, seconds in zip(jobs, found, strict=True):
+                told.setdefault(job, {}).setdefault(name, []).extend(seconds)
+    rows, names = [], [name for name in args.pieces if name not in missing]
+    for dtype in dict.fromkeys(job[3] for job in jobs):
+        lines = []
+        for routine, m, n, _ in (job for job in jobs if job[3] == dtype):
+            seconds = told[routine, m, n, dtype]
+            middle = {name: harness.spread(seconds[name])[1] if seconds.get(name) else math.nan for name in names}
+            rows.append({"routine": routine, "shape": (m, n), "dtype": dtype, "seconds": seconds, "median_s": middle})
+            own, count = middle.get("parlinalg", math.nan), OPERATIONS.get(routine)
+            cells = [f"{1e3 * middle[name]:.2f}" for name in names]
+            cells += [f"{count(m, n) / own / 1e9:.0f}" if count else ""]
+            cells += [f"{middle[name] / own:.2f}" for name in names if name != "parlinalg"]
+            lines.append([routine, f"{m} × {n}", *(cell if cell != "nan" else "" for cell in cells)])
+        head = ["routine", "shape", *(f"{NAMES[name]} ms" for name in names), "GFLOP/s"]
+        head += [f"× {NAMES[name]}'s speed" for name in names if name != "parlinalg"]
+        print(f"one GPU, {dtype}\n\n{harness.table(head, lines)}\n", flush=True)
+    return {"missing": missing, "results": rows}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routines", nargs="+", default=list(ROUTINES), choices=ROUTINES)
-    parser.add_argument("--sizes", nargs="+", default=["2048", "4096", "65536x256"], help="n, or mxn for a tall one")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--pieces", nargs="+", default=list(LIBRARIES), choices=LIBRARIES)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--dtype",
-        default="float64",
-        choices=["float64", "float32"],
+        "--sizes", nargs="+", help="n, or mxn for a tall one; by default 2048 4096 65536x256, on a GPU 8192"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--pieces", nargs="+", choices=dict.fromkeys((*LIBRARIES, *ON_GPU)))
+    parser.add_argument("--rounds", type=int, help="by default 3, on a GPU 1")
+    parser.add_argument("--dtype", choices=["float64", "float32"], help="by default float64, on a GPU both")
+    parser.add_argument("--seconds", type=int, default=40, help="after which a library begins nothing more on a GPU")
+    parser.add_argument("--longest", type=int, default=8, help="the most seconds of a run on a GPU")
     parser.add_argument("--block", type=int, default=64, help="ScaLAPACK's block size")
     parser.add_argument("--longest-svd", type=int, default=2048, help="the largest n of ScaLAPACK's svd: it takes long")
     for name in ("heat", "dask"):
@@ -212,7 +272,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
     parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
     parser.add_argument("--json", help="write the result here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    gpu = args.device == "cuda"
+    args.sizes = args.sizes or ["2048", "4096", *(["8192"] if gpu else []), "65536x256"]
+    args.pieces = args.pieces or list(ON_GPU if gpu else LIBRARIES)
+    args.rounds = args.rounds if args.rounds is not None else 1 if gpu else 3
+    args.dtype = args.dtype or (None if gpu else "float64")
+    return args
 
 
 def main() -> int:
@@ -221,13 +287,19 @@ def main() -> int:
     share = harness.busy_at_start(args.wait, args.crowded)
     if share is None:
         return 1
+    sizes = [tuple(int(x) for x in (size if "x" in size else f"{size}x{size}").split("x")) for size in args.sizes]
+    if args.device == "cuda":
+        found = on_gpu(args, sizes)
+        print(f"others used {100 * share:.0f}% of the cores at the start; {harness.machine()}")
+        if args.json:
+            harness.write_json(args.json, {"busy_at_start": share, **found})
+        return 0
     results = []
     with tempfile.TemporaryDirectory() as build:
         pieces = Pieces(args.pieces, args, Path(build))
         for name, reason in pieces.missing.items():
             print(f"without {name}: {reason}", file=sys.stderr)
-        for size in args.sizes:
-            m, n = (int(x) for x in (size if "x" in size else f"{size}x{size}").split("x"))
+        for m, n in sizes:
             for routine in args.routines:
                 if routine in (SQUARE if m == n else TALL):
                     results.append(measured(pieces, routine, (m, n)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -70,6 +71,23 @@ def test_matmul_takes_turns_and_tells_what_is_missing(tmp_path: Path) -> None:
     assert rows["parlinalg", 2]["told"]["residual"] < 1e-12
     assert "heat" in told["missing"]
     assert told["machine"]["cores"] >= 1
+
+
+@pytest.mark.one_in(3)
+def test_factorizations_on_a_gpu_take_turns(tmp_path: Path) -> None:
+    """On the stand-in for CuPy, to which PyTorch cannot be compared."""
+    result = tmp_path / "linalg.json"
+    options = ["--device", "cuda", "--sizes", "16", "32x4", "--rounds", "2", "--dtype", "float32", "--crowded"]
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'standin'}"}
+    command = [str(BENCH / "linalg.py"), *options, "--pieces", "parlinalg", "cupy", "--json", str(result)]
+    done = launch(0, command, timeout=240, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    assert not told["missing"]
+    assert {(row["routine"], *row["shape"]) for row in told["results"]} >= {("eigh", 16, 16), ("lstsq", 32, 4)}
+    for row in told["results"]:
+        assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"parlinalg": 10, "cupy": 10}
+        assert all(seconds > 0 for seconds in row["median_s"].values())
 
 
 def test_losses_that_differ_are_told(harness) -> None:

@@ -9,6 +9,11 @@ as a product with a vector (`gemv`) and as one long sum of squares (`read`), in 
 With `memory` nothing is timed.  The memory of a rank is the most that it holds in a run, above what it held before its
 arrays were made, over the bytes of its blocks of the arrays that go in and come out; memory that ranks have in common
 counts by shares (PSS).  That of the worst rank is told.
+
+`linalg.py LIBRARY gpu SECONDS LONGEST REPEATS - JOBS` runs jobs [[routine, m, n, dtype], …] one after the other on one
+GPU, by parlinalg on one rank, CuPy or PyTorch, and tells a list of lists of seconds.  A repeat ends with the device's
+work.  A first run that takes a second counts, and is the only one.  The list of a job is empty that is not begun:
+because SECONDS are over, or the job before of its routine and dtype says that a run takes more than LONGEST.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ ITERATIONS = 20
 SMALL = 512
 """Rows and columns of a matrix by which all that the routine needs is loaded, compiled loops with it, before memory is
 measured."""
+LONG = 1.0
+"""Seconds of a first run on a GPU that counts."""
 LIBRARY, ROUTINE, DTYPE = sys.argv[1], sys.argv[2], sys.argv[6]
 M, N, REPEATS = map(int, sys.argv[3:6])
 SIDES = ROUTINE in ("solve", "triangular", "lstsq", "cg")
@@ -69,6 +76,8 @@ def lapack(m: int, n: int) -> Piece:
 
 
 def parlinalg(m: int, n: int) -> Piece:
+    import numpy as np
+
     import parlinalg as pla
 
     rng, linalg = pla.random.default_rng(0), pla.linalg
@@ -76,8 +85,8 @@ def parlinalg(m: int, n: int) -> Piece:
     b = rng.uniform(size=(m, COLUMNS), dtype=DTYPE) if SIDES else None
     if ROUTINE in ("cholesky", "cg", "triangular"):  # diagonally dominant, without a second matrix
         rows, columns = a.layout.block(a.shape, a.grid.sizes, a.grid.coords)
-        for i in range(max(rows.start, columns.start), min(rows.stop, columns.stop)):
-            a.block[i - rows.start, i - columns.start] += 2 * n
+        at = np.arange(max(rows.start, columns.start), min(rows.stop, columns.stop))
+        a.block[at - rows.start, at - columns.start] += 2 * n
 
     def held(x: Any) -> int:
         """The bytes of this rank's blocks."""
@@ -146,6 +155,86 @@ def dask(m: int, n: int) -> Piece:
     return Piece(lambda: dask.base.persist(*graphs[ROUTINE](), scheduler="threads", num_workers=workers))
 
 
+def cupy(m: int, n: int) -> Piece:
+    import cupy
+    from cupyx.scipy import linalg as more
+
+    linalg = cupy.linalg
+    rng = cupy.random.default_rng(0)
+    a, b = rng.random((m, n), DTYPE) * 2 - 1, rng.random((m, COLUMNS), DTYPE)
+    if ROUTINE in ("cholesky", "triangular"):
+        a += 2 * n * cupy.eye(n, dtype=DTYPE)
+    return Piece({
+        "cholesky": lambda: linalg.cholesky(a),
+        "lu": lambda: more.lu_factor(a, check_finite=False),
+        "solve": lambda: linalg.solve(a, b),
+        "triangular": lambda: more.solve_triangular(a, b),
+        "qr": lambda: linalg.qr(a),
+        "lstsq": lambda: linalg.lstsq(a, b),
+        "eigh": lambda: linalg.eigh(a),
+        "svd": lambda: linalg.svd(a, full_matrices=False),
+    }[ROUTINE])  # fmt: skip
+
+
+def torch(m: int, n: int) -> Piece:
+    import torch
+
+    linalg, on = torch.linalg, {"dtype": getattr(torch, DTYPE), "device": "cuda"}
+    a, b = torch.rand(m, n, **on) * 2 - 1, torch.rand(m, COLUMNS, **on)
+    if ROUTINE in ("cholesky", "triangular"):
+        a += 2 * n * torch.eye(n, **on)
+    return Piece({
+        "cholesky": lambda: linalg.cholesky(a),
+        "lu": lambda: linalg.lu_factor(a),
+        "solve": lambda: linalg.solve(a, b),
+        "triangular": lambda: linalg.solve_triangular(a, b, upper=True),
+        "qr": lambda: linalg.qr(a),
+        "lstsq": lambda: linalg.lstsq(a, b),
+        "eigh": lambda: linalg.eigh(a),
+        "svd": lambda: linalg.svd(a, full_matrices=False),
+    }[ROUTINE])  # fmt: skip
+
+
+def on_gpu(jobs: list[tuple[str, int, int, str]], seconds: float, longest: float) -> list[list[float]]:
+    """Return the seconds of the repeats of every job."""
+    if LIBRARY == "parlinalg":
+        import parlinalg as pla
+
+        if not pla.Grid({"rank": 1}).backend.cuda:
+            sys.exit("parlinalg finds no GPU that CuPy can use")
+    if LIBRARY == "torch":
+        from torch.cuda import synchronize
+    else:
+        from cupy.cuda import runtime
+
+        synchronize = runtime.deviceSynchronize
+    library, told = globals()[LIBRARY], []
+    last: dict[tuple[str, str], tuple[int, float]] = {}
+    end = time.perf_counter() + seconds
+
+    def timed(run: Callable[[], Any]) -> float:
+        synchronize()
+        start = time.perf_counter()
+        found = run()
+        synchronize()
+        took = time.perf_counter() - start
+        del found
+        return took
+
+    for routine, m, n, dtype in jobs:
+        globals().update(ROUTINE=routine, DTYPE=dtype, SIDES=routine in ("solve", "triangular", "lstsq"))
+        size, took = last.get((routine, dtype), (0, 0.0))
+        told.append([])
+        if time.perf_counter() > end or (size and took * m * n * min(m, n) / size > longest):
+            continue
+        piece = library(m, n)
+        first = timed(piece.run)
+        told[-1] = [first] if first > LONG else [timed(piece.run) for _ in range(REPEATS)]
+        last[routine, dtype] = m * n * min(m, n), min(told[-1])
+        del piece
+    return told
+
+
 def reading(block: Any) -> dict[str, Callable[[], Any]]:
     """Ways to read this process's part of the matrix once; none but for `cg`."""
     if block is None:
@@ -199,11 +288,14 @@ def main() -> None:
     barrier: Callable[[], None] = lambda: None  # noqa: E731
     gather: Callable[[float], list[float]] = lambda x: [x]  # noqa: E731
     rank = 0
-    if LIBRARY in ("parlinalg", "heat"):
+    if LIBRARY in ("parlinalg", "heat") and ROUTINE != "gpu":
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
         barrier, gather, rank = world.Barrier, world.allgather, world.Get_rank()
+    if ROUTINE == "gpu":
+        print(json.dumps(on_gpu(json.loads(sys.argv[7]), M, N)))
+        return
     library = globals()[LIBRARY]
     if sys.argv[7:] == ["memory"]:
         worst = max(gather(memory(library, barrier)))
