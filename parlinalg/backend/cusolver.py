@@ -61,14 +61,19 @@ def _in_range(a: Any) -> tuple[Any, Any]:
 
 
 def cholesky(a: Any) -> int:
-    """Replace a by its lower Cholesky factor (`potrf`), of which the upper triangle is 0.
+    """Replace a by its lower Cholesky factor, and return a number, as `lower` does both."""
+    a[...], minor = lower(a)
+    return minor
 
-    Returns 0, or the order of the first leading minor that is not positive; a is NaN then.
+
+def lower(a: Any) -> tuple[Any, int]:
+    """Return the lower Cholesky factor (`potrf`), of which the upper triangle is 0, and 0.
+
+    In place of 0, the order of the first leading minor that is not positive; the factor is NaN then.
     """
     with raising():
         try:
-            a[...] = cupy.linalg.cholesky(a)
-            return 0
+            return cupy.linalg.cholesky(a), 0
         except np.linalg.LinAlgError:
             low, high = 0, len(a)  # the minor of order `low` is positive, that of order `high` is not
         while high - low > 1:
@@ -78,8 +83,7 @@ def cholesky(a: Any) -> int:
                 low = k
             except np.linalg.LinAlgError:
                 high = k
-    a[...] = np.nan
-    return high
+    return cupy.full_like(a, np.nan), high
 
 
 def lu(a: Any) -> tuple[Any, np.ndarray] | None:
@@ -90,7 +94,7 @@ def lu(a: Any) -> tuple[Any, np.ndarray] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a pivot that is 0
         found, pivots = lu_factor(a, check_finite=False)
-    if not bool(cupy.isfinite(found).all()):
+    if not bool(cupy.isfinite(found.sum())) and not bool(cupy.isfinite(found).all()):
         return None
     return found, cupy.asnumpy(pivots)
 

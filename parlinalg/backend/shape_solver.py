@@ -29,6 +29,11 @@ def cholesky(a: Block) -> int:
     return 0
 
 
+def lower(a: Block) -> tuple[Block, int]:
+    """Return an array for the lower Cholesky factor, and what `cholesky` returns."""
+    return a.device.empty(a.shape, a.dtype), cholesky(a)
+
+
 def lu(a: Block) -> Any:
     """Return an array for L and U, and the interchanges of the rows: none."""
     a.device.assume("pivots", "the choice of pivots")

@@ -94,28 +94,35 @@ class CholeskyFactor(Factor):
         n = a.shape[0]
         self.tiles = tiles = tiles_for(a, block, "cholesky", depth)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
-        on_host = isinstance(a.block, np.ndarray)  # there L's diagonal tells
-        t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
-        finite = on_host or kernels.finite(t)
-        self._t = t = tiles.layered(t, self.columns)
+        on_host = isinstance(a.block, np.ndarray)
+        self._whole = not on_host and self.grid.inside and self.grid.size == 1 and n > 0
         target: Any = None
-        if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
-            where = self.grid.block(self.layout, a.shape)
-            target = self.grid.backend.empty(tuple(map(len, where)), a.dtype), *where
-        work = Cholesky(tiles, t, n, target)
-        with np.errstate(all="ignore"):
-            work.run()
-        if tiles.D > 1:  # each layer has the panels that it factored
-            self._t = tiles.own(t, self.columns)
-        odd, minor = tiles.worst([not (finite and work.finite), n + 1 - work.minor if work.minor else 0])
+        if self._whole:  # the GPU's library reads the lower triangle alone
+            self._t, first = kernels.lower(a.summed().block)
+            finite = kernels.finite(self._t.diagonal())
+        else:
+            t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
+            finite = on_host or kernels.finite(t)  # on the host L's diagonal tells
+            self._t = t = tiles.layered(t, self.columns)
+            if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
+                where = self.grid.block(self.layout, a.shape)
+                target = self.grid.backend.empty(tuple(map(len, where)), a.dtype), *where
+            work = Cholesky(tiles, t, n, target)
+            with np.errstate(all="ignore"):
+                work.run()
+            first, finite = work.minor, finite and work.finite
+            if tiles.D > 1:  # each layer has the panels that it factored
+                self._t = tiles.own(t, self.columns)
+        odd, minor = tiles.worst([not finite, n + 1 - first if first else 0])
         if odd:
             refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
             raise LinAlgError(
                 f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
             )
-        if target is not None:
-            self.L = DistArray(target[0], self.shape, self.layout, self.grid)
+        if target is not None or (self._whole and passing):
+            found = self._t if target is None else target[0]
+            self.L = DistArray(found, self.shape, self.layout, self.grid)
         elif tiles.D > 1 and not passing:  # solutions have one layer
             self.tiles = tiles.flat()
             have = tiles.places(self.rows, self.columns)
@@ -135,9 +142,10 @@ class CholeskyFactor(Factor):
     @cached_property
     def L(self) -> DistArray:
         """The lower triangular factor, in the layout of A."""
-        if self.grid.inside:  # what the factorization left above the diagonal
+        if self.grid.inside and not self._whole:  # what the factorization left above the diagonal
             clear_above(self._t, *self.tiles.places(self.rows, self.columns)[self.grid.rank], self.tiles.size)
-        return self.tiles.home(self._t, self.rows, self.columns, self.shape, self.layout, lower=True)  # type: ignore[arg-type]
+        lower, shape = not self._whole, self.shape
+        return self.tiles.home(self._t, self.rows, self.columns, shape, self.layout, lower=lower)  # type: ignore[arg-type]
 
     def solve(self, b: DistArray) -> DistArray:
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
@@ -185,6 +193,8 @@ class LUFactor(Factor):
             width = len(more[tiles.j])
         if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
             t = kernels.in_columns(a.summed().block, width)
+        elif self.grid.size == 1 and self.grid.inside and b is None and not spent:  # the GPU's library changes nothing
+            t = a.summed().block
         elif tiles.D == 1:
             t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
         else:

@@ -200,6 +200,12 @@ def cholesky(a: Block) -> int:
     return int(info)
 
 
+def lower(a: Block) -> tuple[Block, int]:
+    """Return the lower Cholesky factor of a matrix on a GPU, with zeros above it, and what `cholesky` returns."""
+    found, minor = _device(a).lower(a)
+    return found, int(minor)
+
+
 def lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray]:
     """Return L and U in one matrix, by partial pivoting, and the order of the rows, which is on the host.
 

@@ -65,6 +65,9 @@ class LU(Panels):
         alone = self.tiles.grid.size == 1 and self.tiles.grid.inside and k
         whole = kernels.regular_lu(self.a[:, :n], own=True) if alone else None
         if whole is None:
+            if alone and not isinstance(self.a, np.ndarray):  # the matrix that is factored, not one of its own
+                self.a = self.a.copy()
+                self.further = self.a[:, n:]
             super().run()
             return
         found, order = whole
