@@ -5,6 +5,7 @@ CuPy's `matmul` casts stacks of 16-bit matrices to float32 or refuses them, and 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,24 +32,37 @@ def multiply(a: Block, b: Block, out: Block, scale: float = 1.0, *, add: bool = 
     """
     (m, k), n = a.shape[-2:], b.shape[-1]
     size = out.shape[0] * out.shape[1]
-    kind, computed = KINDS[a.dtype.name], np.float64 if a.dtype.itemsize == 8 else np.float32
-    how = cublas.CUBLAS_COMPUTE_64F if computed is np.float64 else cublas.CUBLAS_COMPUTE_32F
-    alpha, beta = np.array(scale, computed), np.array(add, computed)
+    kind, double = _kind(a.dtype), a.dtype.itemsize == 8
+    how = cublas.CUBLAS_COMPUTE_64F if double else cublas.CUBLAS_COMPUTE_32F
+    (_, alpha), (_, beta) = _number(float(scale), double), _number(float(add), double)
     # cuBLAS has matrices in columns: rows of out = a b are columns of outᵀ = bᵀ aᵀ
     (turn_a, step_a, apart_a), (turn_b, step_b, apart_b), (_, step, apart) = map(_lines, (a, b, out))
     cublas.gemmStridedBatchedEx(
-        get_cublas_handle(), turn_b, turn_a, n, m, k, alpha.ctypes.data, b.data.ptr, kind, step_b, apart_b,
-        a.data.ptr, kind, step_a, apart_a, beta.ctypes.data, out.data.ptr, KINDS[out.dtype.name], step, apart,
+        get_cublas_handle(), turn_b, turn_a, n, m, k, alpha, b.data.ptr, kind, step_b, apart_b,
+        a.data.ptr, kind, step_a, apart_a, beta, out.data.ptr, _kind(out.dtype), step, apart,
         size, how, DEFAULT,
     )  # fmt: skip
     return out
+
+
+@cache
+def _kind(dtype: np.dtype[Any]) -> int:
+    return KINDS[dtype.name]
+
+
+@cache
+def _number(value: float, double: bool) -> tuple[np.ndarray, int]:
+    """Return a number on the host as cuBLAS reads it, and its address."""
+    held = np.array(value, np.float64 if double else np.float32)
+    return held, held.ctypes.data
 
 
 def _lines(x: Block) -> tuple[int, int, int]:
     """Return whether a matrix's columns are contiguous, not its rows, and the steps from one row (or column) to the
     next and from one matrix to the next, in elements."""
     batch, heads, rows, columns = x.shape
-    *_, outer, apart, down, across = (step // x.itemsize for step in x.strides)
+    size = x.itemsize
+    outer, apart, down, across = [step // size for step in x.strides]
     if heads == 1:
         apart = outer
     elif batch > 1 and outer != heads * apart:

@@ -83,10 +83,14 @@ def _module(xp: Any, name: str) -> Any:
     return module
 
 
+@cache
+def _function(xp: Any, dtype: str, name: str) -> Any:
+    return _module(xp, dtype).get_function(f"pla_{name}")
+
+
 def launch_kernel(name: str, like: Block, grid: tuple[int, ...], *args: Any) -> None:
     """Launch the kernel of this name for blocks like one of the arguments."""
-    function = _module(namespace(like), like.dtype.name).get_function(f"pla_{name}")
-    function(grid, (tunables.CUDA_THREADS,), args)
+    _function(namespace(like), like.dtype.name, name)(grid, (tunables.CUDA_THREADS,), args)
 
 
 def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None) -> Block:

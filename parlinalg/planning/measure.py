@@ -109,7 +109,18 @@ GEMMS = (
     (128, 256, 1024), (64, 256, 64), (64, 64, 256),
 )  # fmt: skip
 """The shapes m, n, k of the products that are measured."""
-ON_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 4096), (2048, 8192, 1024), (8192, 8192, 128))
+ON_GPU = (
+    (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 4096), (2048, 8192, 1024), (8192, 8192, 128),
+    (8192, 2048, 2048), (8192, 8192, 2048),
+)  # fmt: skip
+"""More shapes on a GPU."""
+TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.75),
+    (64, 128, 0.75), (64, 64, 0.6),
+)  # fmt: skip
+"""The tiles by which a GPU's library multiplies, and the shares of the rate that they reach, as in machines' files."""
+LAUNCHES = 3.0
+"""How many times longer than the shortest kernel a product on a GPU takes that tells its rate."""
 UFUNCS = ("exp", "log", "tanh", "sqrt", "power", "divide")
 RECEIVED = (256, 1 << 12, 1 << 15, *(1 << k for k in range(17, 23)))
 """About the bytes that a rank receives in the operations that are measured."""
@@ -142,6 +153,8 @@ FAR, MOST_FAR = 1 << 26, 64
 and the most sets of them."""
 ROWS = ((512, 256), (2048, 512))
 """The sizes at which kernels are measured: blocks that fit into a core's cache, and larger ones."""
+ROWS_ON_GPU = ((2048, 512), (8192, 2048))
+"""Likewise on a GPU, where a block of a million elements is over as soon as it is begun."""
 SHORT = (64, 256)
 """The size at which attention is measured too: its many operations on tiles take their time however short they are."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
@@ -169,8 +182,15 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             f"measured by parlinalg doctor --machine on {comm.size} ranks of {len(nodes)} nodes: {backend.device}, "
             f"{platform.machine()}, {grid.threads} BLAS threads a rank"
         )
+        floor, processors = 0.0, 0
+        if backend.cuda:
+            xp, number = backend.xp, backend.xp.cuda.get_device_id()
+            small = backend.zeros(8, np.float32)
+            shortest = partial(_seconds, lambda: xp.add(small, small), backend, 0.02)
+            floor = _agreed(comm, at_work, lambda: {"seconds": shortest()})["seconds"]
+            processors = int(xp.cuda.runtime.getDeviceProperties(number)["multiProcessorCount"])
         gemm = {
-            dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source)
+            dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source, processors, floor)
             for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
         }
         found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
@@ -180,7 +200,7 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             found["overhead"] = max(found["overhead"], every["overhead"])
         operations = Kernels(
             overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
-            floor=found["floor"], asynchronous=backend.cuda,
+            floor=floor, asynchronous=backend.cuda,
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
             rates=_rates(found),
         )  # fmt: skip
@@ -355,39 +375,47 @@ def _products(backend: Backend, dtype: str) -> dict[str, float]:
     return found
 
 
-def _fitted(rates: dict[str, float], source: str) -> GemmRate:
-    """Return the formula that is nearest to measured points in logarithms, and the points."""
+def _fitted(rates: dict[str, float], source: str, processors: int = 0, floor: float = 0.0) -> GemmRate:
+    """Return the formula that is nearest to measured points in logarithms, and the points.
+
+    Where a GPU has so many processors, by tiles; products that take little longer than the shortest kernel (`floor`)
+    tell no rate then.
+    """
     points = [(*map(float, shape.split()), rate) for shape, rate in rates.items()]
     steps = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+    halves: Iterable[tuple[float, float, float]] = ((a, b, c) for a in steps for b in steps for c in steps)
+    tiles: tuple[tuple[int, int, float], ...] = ()
+    if processors:
+        tiles, halves = TILES, ((0.0, 0.0, c) for c in (*steps, 256.0, 512.0))
+        long = [p for p in points if 2 * math.prod(p[:3]) > LAUNCHES * floor * p[3]]
+        points = long or points
     fits = []
-    for half in ((a, b, c) for a in steps for b in steps for c in steps):
-        logs = [
-            math.log(rate) - sum(math.log(x / (x + h)) for x, h in zip(dims, half, strict=True))
-            for *dims, rate in points
-        ]  # fmt: skip
+    for half in halves:
+        one = GemmRate(1.0, source, half=half, tiles=tiles, units=max(1, processors))
+        logs = [math.log(rate / one.at(*dims)) for *dims, rate in points]
         mean = sum(logs) / len(logs)
         fits.append((sum((x - mean) ** 2 for x in logs), math.exp(mean), half))
     _, rate, half = min(fits)
-    return GemmRate(rate, source, half=half, points=tuple(points))  # type: ignore[arg-type]
+    return GemmRate(rate, source, half=half, tiles=tiles, units=max(1, processors), points=tuple(points))  # type: ignore[arg-type]
 
 
 def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
     """Return what operations cost: bandwidths by bytes, rates of kernels, seconds beside their work."""
     xp, found = backend.xp, {}
-    small, few = backend.zeros(8, np.float32), backend.zeros((64, 2, 2), np.float32)
-    found["floor"] = _seconds(lambda: xp.add(small, small), backend, 0.02) if backend.cuda else 0.0
+    few = backend.zeros((64, 2, 2), np.float32)
     found["call"] = _seconds(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
     found["overhead"] = _overhead(backend, gemm)
     for nbytes in SUMS:
         terms = [np.full(nbytes // 12, value, np.float32) for value in (1, 2)]
         found[f"sum {nbytes}"] = nbytes / _seconds(_in_turn(xp.add, backend, terms, nbytes), backend)
-    for rows, width in ROWS:
+    sizes = ROWS_ON_GPU if backend.cuda else ROWS
+    for rows, width in sizes:
         x = np.random.default_rng(0).random((rows, width)).astype(np.float32) + np.float32(0.5)
         for name in UFUNCS:
             function = getattr(xp, name)
             call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
             found[f"rate {name} {x.size}"] = x.size / _seconds(call, backend, 0.02)
-    for rows, width, only in (*((*size, "") for size in ROWS), (*SHORT, "attention")):
+    for rows, width, only in (*((*size, "") for size in sizes), (*SHORT, "attention")):
         found |= {
             f"rate {name} {size}": size / seconds
             for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"], only).items()

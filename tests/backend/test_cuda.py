@@ -22,7 +22,7 @@ from parlinalg.backend.kernels.attention import device
 from parlinalg.backend.kernels.attention.visibility import Visible
 from parlinalg.backend.kernels.norms import norm, norm_grad
 from parlinalg.backend.kernels.optimizers import adam
-from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max
+from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max, row_sums
 from parlinalg.cli.gpu import kernel_checks
 from parlinalg.planning.trace import Kernel
 from parlinalg.random import Bernoulli, dropping
@@ -128,6 +128,8 @@ def test_cuda_kernels_compute_what_numpy_does(
         equal(found, right)
     top, factor = row_max(x), random.normal(size=shape[:-1])
     equal(row_exp_sum(x, top), row_exp_sum.plain(x, top))
+    rows = random.normal(size=(35, 70))
+    equal(row_sums(rows), row_sums.plain(rows))
     for f in (factor, None):
         equal(row_exp(x, top, f), row_exp.plain(x, top, f))
     v, z = 4 * g, 4 * random.normal(size=(*shape, 2))

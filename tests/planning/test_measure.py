@@ -31,7 +31,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SUMS", measure.SUMS[:2])
     monkeypatch.setattr(measure, "RECEIVED", measure.RECEIVED[:3])
     monkeypatch.setattr(measure, "POINT_SECONDS", 0.002)
-    monkeypatch.setattr(measure, "ROWS", ((64, 256), (128, 256)))
+    for name in ("ROWS", "ROWS_ON_GPU"):
+        monkeypatch.setattr(measure, name, ((64, 256), (128, 256)))
     monkeypatch.setattr(measure, "SHORT", (48, 256))
     monkeypatch.setattr(measure, "FAR", 1 << 20)
     monkeypatch.setattr(measure, "PASSES", 1)

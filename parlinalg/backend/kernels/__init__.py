@@ -140,7 +140,7 @@ def samples(rows: int, width: int) -> dict[str, np.ndarray]:
     found = {"x": x, "g": g, "m": m, "weight": 1 + rng.standard_normal(width) / 4, "bias": rng.standard_normal(width)}
     found["z"] = rng.standard_normal((rows, width, 2))
     found["ids"], found["table"] = rng.integers(0, 97, rows), rng.standard_normal((97, width))
-    tokens = max(16, min(512, rows))
+    tokens = max(16, min(512, rows), rows // 4)
     found |= dict(zip("qkvd", rng.standard_normal((4, 2, tokens, 4, 64)), strict=True))
     found["heads"] = rng.standard_normal((2, tokens, 4, 2, 64))
     found["images"] = rng.standard_normal((max(1, rows // 32), 9, 8, 16))

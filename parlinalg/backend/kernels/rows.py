@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.compiled import exp, loop
 from parlinalg.backend.halves import work_dtype
@@ -185,11 +186,31 @@ def row_sums(block: Block) -> Block:
     return out
 
 
+@row_sums.cuda(r"""
+extern "C" __global__ void pla_row_sums(const T* x, W* sums, Int rows, Int n, Int each) {
+    // the sum of `each` rows, a thread a column: sums has a row for each blockIdx.y
+    Int i = (Int)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    Int first = (Int)blockIdx.y * each, last = first + each < rows ? first + each : rows;
+    W a = 0;
+    for (Int row = first; row < last; ++row) a += (W)x[row * n + i];
+    sums[(Int)blockIdx.y * n + i] = a;
+}
+""")
+def _(block: Block) -> Block:
+    xp = namespace(block)
+    rows = xp.ascontiguousarray(matrix(block))
+    count, n = rows.shape
+    each = max(16, -(-count // 256))
+    sums = xp.empty((-(-count // each), n), work_dtype(block.dtype))
+    grid = -(-n // tunables.CUDA_THREADS), len(sums)
+    cuda.launch_kernel("row_sums", rows, grid, rows, sums, np.int64(count), np.int64(n), np.int64(each))
+    return sums.sum(axis=0)
+
+
 @row_sums.shapes
 def _(device: ShapesBackend, block: Block) -> Block:
     rows, work = matrix(block), work_dtype(block.dtype)
-    if not device.cpu:
-        return rows.sum(axis=0, dtype=work)
     out = device.empty(rows.shape[1], work)
     device.kernel(row_sums.name, block.nbytes + out.nbytes, block.size, block.dtype)
     return out

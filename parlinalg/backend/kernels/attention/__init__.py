@@ -564,10 +564,17 @@ def _(
 
 
 def _tell(
-    device: ShapesBackend, task: _Task, products: int, name: str, blocks: tuple[Block, ...], given: np.dtype[Any]
+    device: ShapesBackend, task: _Task, products: int, name: str, blocks: tuple[Block, ...], given: np.dtype[Any],
+    kept: bool,
 ) -> None:  # fmt: skip
-    """Tell a device of a pass: so many products of each block of queries and its keys, and a kernel of the scores."""
+    """Tell a device of a pass: so many products of each block of queries and its keys, and a kernel of the scores.
+
+    On a GPU, unless scores are kept, the products of 16-bit floats are such, and the kernel reads their scores, in the
+    backward pass also their gradients, and writes them in the blocks' dtype (`device`).
+    """
     width, scores, seen = task.width, 0, 0
+    apart = device.cuda and not kept
+    dtype = given if apart else task.work
     pairs = cache(task.visible.pairs)
     shapes: Counter[tuple[int, int]] = Counter()
     calls: Counter[tuple[int, int]] = Counter()
@@ -583,9 +590,11 @@ def _tell(
     for (m, n), batch in shapes.items():
         for i in range(products):  # of both kinds in turn: scores by features, features by scores
             columns, inner = (n, width) if i % 2 == 0 else (width, n)
-            device.product(batch, m, columns, inner, task.work, calls[m, n], given)
+            device.product(batch, m, columns, inner, dtype, calls[m, n], given)
     task.pairs += scores
     nbytes = sum(x.nbytes for x in blocks if x is not None)
+    if apart:
+        nbytes += products // 2 * scores * (task.work.itemsize + given.itemsize)
     device.attention(name, nbytes, scores, task.work, 2 * products * width * seen, width, given)
 
 
@@ -603,7 +612,7 @@ def _(
     lse = device.empty((task.batch, task.heads, task.group, task.queries), task.work)
     if poll is not None:
         poll()
-    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept), q.dtype)
+    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept), q.dtype, keep)
     count(forward=task.pairs)
     return out, lse, kept
 
@@ -620,7 +629,7 @@ def _(
     if poll is not None:
         poll()
     blocks = dout, q, k, v, out, lse, kept, *into
-    _tell(device, task, 4 if kept is not None else 5, "attention.backward", blocks, q.dtype)
+    _tell(device, task, 4 if kept is not None else 5, "attention.backward", blocks, q.dtype, kept is not None)
     count(backward=task.pairs)
 
 

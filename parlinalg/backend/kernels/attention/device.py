@@ -112,13 +112,11 @@ class DeviceTask(_Task):
                     target[...] = 0
                     lse[b, h, :, rows] = -math.inf
                     continue
-                empty = total == 0
-                xp.maximum(total, tiny, out=total)
-                o /= total
+                o /= xp.maximum(total, tiny)
                 target[...] = self.apart(o, rows)
-                xp.log(total, out=total)
+                with np.errstate(divide="ignore"):  # -inf where nothing is seen
+                    xp.log(total, out=total)
                 total += top
-                total[empty] = -math.inf
                 lse[b, h, :, rows] = self.apart(total, rows)[..., 0]
         count(forward=self.pairs)
         return out, lse

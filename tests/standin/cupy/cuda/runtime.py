@@ -26,7 +26,7 @@ def getDeviceCount() -> int:
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:
-    return {"name": b"stand-in for a GPU", "totalGlobalMem": GIB, "major": 9, "minor": 0}
+    return {"name": b"stand-in for a GPU", "totalGlobalMem": GIB, "major": 9, "minor": 0, "multiProcessorCount": 2}
 
 
 def memGetInfo() -> tuple[int, int]:
