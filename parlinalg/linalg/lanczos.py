@@ -16,6 +16,7 @@ from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import eye
+from parlinalg.array.reductions import norm
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
@@ -170,7 +171,7 @@ def eigsh(
         The matrices of a stack are taken one after the other.
     sigma : float, optional
         Find the eigenvalues next to it: `which` is of 1 / (w − sigma) then, and A is a DistArray, of which A − sigma I
-        is factored once.
+        is factored once.  It must not be an eigenvalue itself.
     which : {"LM", "SM", "LA", "SA", "BE"}
         The largest or smallest by size, or algebraically, or half of them from both ends, of an odd number one more
         from the high end.  Small ones take many products without `sigma`.
@@ -191,7 +192,7 @@ def eigsh(
     Raises
     ------
     LinAlgError
-        If they do not converge in `maxiter` restarts.
+        If they do not converge in `maxiter` restarts, or `sigma` is an eigenvalue but for rounding.
     """
     if not isinstance(A, DistArray) and (not isinstance(v0, DistArray) or v0.ndim != 1):
         raise ValueError("eigsh of a function takes a DistArray v0 [n], where to begin: it says n and how vectors lie")
@@ -259,9 +260,13 @@ def eigsh(
             wanted = np.sort(wanted)
             found = values[wanted] if sigma is None else sigma + 1 / values[wanted]
             rising = np.argsort(found)
-            if not return_eigenvectors:
-                return _values(found[rising], v)
-            return EighResult(_values(found[rising], v), _assembled(basis, s[:, wanted[rising]], v))
+            w = _values(found[rising], v)
+            if not return_eigenvectors and sigma is None:
+                return w
+            x = _assembled(basis, s[:, wanted[rising]], v)
+            if sigma is not None:
+                _check_pairs(A, w, x, sigma, eps)  # type: ignore[arg-type]
+            return EighResult(w, x) if return_eigenvectors else w
         kept = order[: min(held - 1, k + max(1, (held - k) // 2))]
         basis.turn(s[:, kept])
         basis.rows[len(kept)] = basis.rows[held]
@@ -270,6 +275,19 @@ def eigsh(
         t[range(len(kept)), range(len(kept))] = values[kept]
     done = int((bounds[wanted] <= enough[wanted]).sum())
     raise LinAlgError(f"eigsh: {done} of {k} eigenvalues converged in {maxiter} restarts; raise maxiter or ncv")
+
+
+def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, eps: float) -> None:
+    """Raise LinAlgError if x are no eigenvectors of a: rounding in (A − sigma I)⁻¹ can be as large as they are."""
+    rest = norm(matmul(a, x) - x * w, axis=0).max()
+    size = norm(a)
+    if not a.grid.backend.values or float(rest) <= eps**0.5 * float(size):
+        return
+    raise LinAlgError(
+        f"eigsh: sigma = {sigma!r} is an eigenvalue but for rounding, so that A − sigma I cannot be solved with "
+        f"(residuals up to {float(rest):.1e}, of a matrix of norm {float(size):.1e}); move it by about "
+        f"{eps ** (1 / 3) * float(size):.1e}"
+    )
 
 
 def _start(a: DistArray, n: int) -> DistArray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import scipy.sparse.linalg
@@ -250,6 +252,11 @@ def test_a_few_eigenvalues(grid, dtype):
         assert float(pla.max(abs(v.mT.conj() @ v - pla.eye(4, grid=grid)))) < error
     values, _ = eigsh(placed(grid, a, 3), 3, sigma=float(w[15]) + 0.01)
     close(values, w[14:17], error)
+    with pytest.raises(np.linalg.LinAlgError, match=r"sigma = .*is an eigenvalue|of 3 eigenvalues converged") as told:
+        eigsh(placed(grid, a, 3), 3, sigma=float(w[15]))
+    if moved := re.search(r"move it by about (\S+)$", str(told.value)):
+        values, _ = eigsh(placed(grid, a, 3), 3, sigma=float(w[15]) + float(moved[1]))
+        close(values, w[14:17], error)
     x = placed(grid, random(n, 3, dtype=dtype, seed=8), 1)
     for largest in (True, False):
         seen = []
