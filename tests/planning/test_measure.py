@@ -48,7 +48,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measured_machine(brief, world, backend) -> None:
     found = measure.measure_machine(world, "here")
     assert parse_machine(machine_text(found), "here.toml").name == "here"
-    assert len(found.gemm["float32"].points) == 3
+    points = len(found.gemm["float32"].points)
+    assert points == 3 if backend == "numpy" else 1 <= points <= 3  # of a GPU those that take longer than a launch
     for name in ("exp", "norms.norm", "attention.forward"):
         rows = found.kernels.rates[name]
         assert isinstance(rows, tuple)
