@@ -9,7 +9,7 @@ same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy, par
 - `ranks(2, 4)`: it runs on these numbers of ranks only (5, 7, 12 and 16 ranks run only tests that name them);
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
-- `core`: it runs on 4 ranks in any case, and one in three of them on 8 (grids of 2×2 and 2×2×2);
+- `core`: it runs on 4 ranks in any case, and one in six of them on 8 (grids of 2×2 and 2×2×2);
 - `one_in(3)`, of a test that takes long or has many kin: where all tests are to run, at most one in three of these
   runs, which ones by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
 - `mpi(min_size=2)`: it needs at least so many, as in pytest-mpi; every test that is not `serial` carries this mark,
@@ -30,7 +30,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,14 @@ from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
 from tests.runs import (  # noqa: E402
     ALONE_SHARE,
-    HEAVY,
-    HEAVY_SHARE,
     HERE_SHARE,
     MANY,
-    PROGRAMS,
-    PROGRAMS_SHARE,
     WHOLE,
     WHOLE_SHARES,
     begin,
     chosen,
     seed_of,
+    share_of,
     whole,
 )
 from tests.tuning import Tuning  # noqa: E402
@@ -75,7 +71,7 @@ if RANKS is None:
 os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all tests, those of other numbers of ranks included
-CORE = {4: 1, 8: 3}  # numbers of ranks at which one in so many tests of the core runs, whatever part a run takes
+CORE = {4: 1, 8: 6}  # numbers of ranks at which one in so many tests of the core runs, whatever part a run takes
 RARE = {5, 7, 12, 16}  # numbers of ranks at which only the tests run that name them
 SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
 UNAVAILABLE = "cannot be had here:"
@@ -104,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
         "always: runs on all of them, whatever part of the tests a run takes",
         "one_in(n): a test that takes long or has many kin: if all tests are to run, one in n of these runs",
-        "core: runs on 4 ranks, one in three on 8, whatever part of the tests a run takes",
+        "core: runs on 4 ranks, one in six on 8, whatever part of the tests a run takes",
     ):
         config.addinivalue_line("markers", mark)
     if config.option.seed is None:
@@ -166,8 +162,7 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
             return False
         mark = item.get_closest_marker("one_in")
         few = full or len(item.config.stash[COLLECTED]) < MANY
-        programs, heavy = item.nodeid.startswith((*chain(*PROGRAMS),)), item.nodeid.startswith(HEAVY)
-        kin = mark.args[0] if mark else PROGRAMS_SHARE if programs else HEAVY_SHARE if heavy else 1
+        kin = share_of(item.nodeid, mark.args[0] if mark else 1)
         few = few or item.get_closest_marker("always")
         return bool(few) or chosen(item.name, 1, backend, kin, item.config.option.seed)
     if mark := item.get_closest_marker("ranks"):

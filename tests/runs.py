@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -22,7 +23,7 @@ RUNS = [(1, "cupy"), (1, "numpy")]
 """Every commit runs a small part of the tests on these."""
 WHOLE = [2, 4]
 """Commits run a large part of the tests on 2 and on 4 ranks in turn."""
-WHOLE_SHARES = {2: 6, 4: 18}  # one in so many tests on 2 and on 4 ranks, where they take more than twice as long
+WHOLE_SHARES = {2: 8, 4: 18}  # one in so many tests on 2 and on 4 ranks, where they take more than twice as long
 HERE_SHARE = 5
 """Of tests that can communicate, and run on one rank without MPI, one in so many if all are to run."""
 ALONE_SHARE = 3
@@ -45,11 +46,11 @@ PROGRAMS = [
      "tests/testing/test_users.py"),
 ]  # fmt: skip
 """Files whose tests start programs and wait for them."""
-PROGRAMS_SHARE = 6
-"""Of these tests, unless they are marked `one_in`, one in so many if all are to run."""
+PROGRAMS_SHARE = 9
+"""Of these tests at most one in so many if all are to run; odd, so that each runs at commits of 2 and of 4 ranks."""
 HEAVY = ("tests/planning/", "tests/backend/")
 """Files whose tests compile or trace a lot, and start nothing."""
-HEAVY_SHARE = 3
+HEAVY_SHARE = 5
 """The same of these."""
 APART = [*PROGRAMS, (*HEAVY, "tests/autograd/test_ring.py")]
 """If all tests run, processes of their own run these, each one part: a test is in the first part that names it."""
@@ -70,6 +71,15 @@ def chosen(name: str, ranks: int, backend: str, share: int, seed: int) -> bool:
     """
     seed //= _period(ranks, backend)
     return (crc32(f"{name} {ranks} {backend}".encode()) + seed) % share == 0
+
+
+def share_of(name: str, one_in: int = 1) -> int:
+    """Return n: if all tests are to run, one in n of the serial tests of this file, or of those so marked, runs.
+
+    The mark of a test that takes long never makes it run more often than its file's others.
+    """
+    programs = name.startswith((*chain(*PROGRAMS),))
+    return max(one_in, PROGRAMS_SHARE if programs else HEAVY_SHARE if name.startswith(HEAVY) else 1)
 
 
 def whole(seed: int) -> int:
@@ -131,6 +141,7 @@ def apart(part: int) -> Run | None:
 def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None:
     """If all tests are to run, take those of `APART` out; run them, then the runs of one rank, beside the rest.
 
+    Those of `test_runs.py`, which wait for these and then start runs that need all cores, come last.
     `files(ranks, backend, share)` gives the files of a run's tests.
     """
     runs = [item.callspec.params for item in items if getattr(item, "originalname", "") == "test_on_ranks"]
@@ -141,6 +152,7 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
             config.hook.pytest_deselected(items=away)
             items[:] = [item for item in items if not item.nodeid.startswith(names)]
             _apart[part] = _beside.submit(_run, 0, "numpy", config, [item.nodeid for item in away])
+    items.sort(key=lambda item: item.nodeid.startswith("tests/test_runs.py"))  # which waits, with a core unused
     _files.append(files)
     for ranks, backend in [(run["ranks"], run["backend"]) for run in runs if run["ranks"] == 1]:
         _ahead[ranks, backend] = _beside.submit(_run, ranks, backend, config)
@@ -155,9 +167,9 @@ def _run(ranks: int, backend: str, config: pytest.Config, tests: Sequence[str] =
     elif (ranks, backend) == (whole(config.getoption("--seed")), "numpy"):
         share = 1
     paths = tests or config.getoption("--run-paths").split()
-    arguments = ["-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
+    arguments = ["-q", "-p", "no:cacheprovider", "--tb=short", "--color=no", "--seed", str(config.getoption("--seed"))]
     if ranks:
-        arguments += ["--share", str(share), "--seed", str(config.getoption("--seed"))]
+        arguments += ["--share", str(share)]
         if _files and backend == "numpy":  # the stand-in for CuPy has tests of its own
             paths = _files[0](ranks, backend, share) or paths
     if expression := config.getoption("-m"):

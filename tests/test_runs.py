@@ -10,7 +10,25 @@ from pathlib import Path
 import pytest
 
 from tests.launching import launch, mpiexec
-from tests.runs import APART, LIMIT, RUNS, TURNS, WHOLE, Run, apart, chosen, outcome, runs_of, seed_of, whole
+from tests.runs import (
+    APART,
+    HEAVY,
+    HEAVY_SHARE,
+    LIMIT,
+    PROGRAMS,
+    PROGRAMS_SHARE,
+    RUNS,
+    TURNS,
+    WHOLE,
+    Run,
+    apart,
+    chosen,
+    outcome,
+    runs_of,
+    seed_of,
+    share_of,
+    whole,
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -71,6 +89,13 @@ def test_successive_seeds_take_every_test_in_turn() -> None:
     assert 30 < len(taken[31]) < 100
     assert not set(taken[31]) & set(taken[33])
     assert taken[31] != [name for name in names if chosen(name, 3, "numpy", 8, 31)], "each run has a part of its own"
+
+
+@pytest.mark.serial
+def test_tests_that_take_long_run_no_more_often_than_their_files_others() -> None:
+    for file, share in ((PROGRAMS[0][0], PROGRAMS_SHARE), (HEAVY[0], HEAVY_SHARE), ("tests/nn/", 1)):
+        assert share_of(f"{file}::test") == share
+        assert [share_of(f"{file}::test", one_in) for one_in in (2, 100)] == [max(2, share), 100]
 
 
 @pytest.mark.serial
