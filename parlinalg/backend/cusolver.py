@@ -1,6 +1,6 @@
 """Factorizations and triangular solutions of matrices on a GPU, by cuSOLVER and cuBLAS through CuPy's functions.
 
-CuPy says nothing of a matrix that cuSOLVER cannot factor unless it is asked to (`raising`).  `solve`, `eigh`,
+CuPy says nothing of a matrix that cuSOLVER cannot factor unless it is asked to (`raising`).  `solve`, `qr`, `eigh`,
 `eigvalsh`, `svd` and `lstsq` are NumPy's, of matrices or of stacks.
 """
 
@@ -115,10 +115,10 @@ def substitute(t: Any, b: Any, *, right: bool, lower: bool, adjoint: bool, unit:
         b[...] = found.T if right else found
 
 
-def qr(a: Any) -> tuple[Any, Any]:
-    """Return Q and R, reduced (`geqrf` and `orgqr`)."""
-    found: tuple[Any, Any] = cupy.linalg.qr(a)
-    return found
+def qr(a: Any, mode: str = "reduced") -> Any:
+    """Return Q and R, or with the mode "r" R alone (`geqrf` and `orgqr`)."""
+    with cupyx.errstate(linalg="ignore"):  # every matrix has one: between the two nobody waits for a report
+        return cupy.linalg.qr(a, mode)
 
 
 def solve(a: Any, b: Any) -> Any:

@@ -615,7 +615,9 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     if one and mode == "reduced" and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x)) is not None:
         return found
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return QRResult(*batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
+        return QRResult(
+            *batches("qr", lambda xp, a: tuple(kernels.routines(a).qr(a, mode)), lambda a: qr(a, mode=mode), x)
+        )
     m, n = x.shape
     work = QRFactor(x)
     r = work.R
@@ -639,7 +641,7 @@ def triangle_of_qr(x: DistArray) -> DistArray:
     if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
         return found.R
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return batches("qr", lambda xp, a: xp.linalg.qr(a, "r"), triangle_of_qr, x)[0]
+        return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), triangle_of_qr, x)[0]
     return QRFactor(x, keep=False).R
 
 
