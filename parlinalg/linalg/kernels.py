@@ -70,7 +70,7 @@ def beside(a: np.ndarray, like: Block) -> Block:
 
 
 def routines(a: Block) -> Any:
-    """Return the module whose `svd`, `qr`, `eigh`, `eigvalsh`, `solve` and `lstsq` are for a block: NumPy's or the GPU's."""
+    """Return the module whose `svd`, `qr`, `eigh`, `eigvalsh`, `solve` and `lstsq` take a block: NumPy's or a GPU's."""
     return namespace(a).linalg if isinstance(a, np.ndarray) or not has_values(a) else _device(a)
 
 
