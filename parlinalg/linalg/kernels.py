@@ -7,6 +7,7 @@ else does.  On the host stays what is small and sequential, as pivots and the si
 
 from __future__ import annotations
 
+import cmath
 import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,12 +49,14 @@ def on_host(like: Backend) -> Any:
 
 def finite(*blocks: Block) -> bool:
     """Return True if all elements of arrays of one dtype are finite."""
-    xp, backend = namespace(blocks[0]), backend_of(blocks[0])
+    xp, backend, (first, *others) = namespace(blocks[0]), backend_of(blocks[0]), blocks
     if not backend.values:
         return bool(backend.assume("finite", "whether the elements are finite"))
     with np.errstate(all="ignore"):
-        total = sum(block.sum() for block in blocks)
-        return bool(xp.isfinite(total)) or all(bool(xp.isfinite(block).all()) for block in blocks)
+        total = first.sum()
+        for block in others:
+            total = total + block.sum()
+        return cmath.isfinite(total) or all(bool(xp.isfinite(block).all()) for block in blocks)
 
 
 def zeros(a: Block) -> np.ndarray:
