@@ -239,7 +239,8 @@ def small_svd(a: Block, compute_uv: bool = True) -> Any:
     """
     if isinstance(a, np.ndarray) or not has_values(a) or max(a.shape) > tunables.HOST_SVD:
         return routines(a).svd(a, full_matrices=False, compute_uv=compute_uv)
-    found = np.linalg.svd(to_host(a), full_matrices=False, compute_uv=compute_uv)
+    svd: Any = np.linalg.svd
+    found = svd(to_host(a), full_matrices=False, compute_uv=compute_uv)
     return tuple(beside(each, a) for each in found) if compute_uv else beside(found, a)
 
 
