@@ -12,8 +12,9 @@ counts by shares (PSS).  That of the worst rank is told.
 
 `linalg.py LIBRARY gpu SECONDS LONGEST REPEATS - JOBS` runs jobs [[routine, m, n, dtype], …] one after the other on one
 GPU, by parlinalg on one rank, CuPy or PyTorch, and tells a list of lists of seconds.  A repeat ends with the device's
-work.  A first run that takes a second counts, and is the only one.  The list of a job is empty that is not begun:
-because SECONDS are over, or the job before of its routine and dtype says that a run takes more than LONGEST.
+work.  The first run, which may compile kernels, never counts; one that takes a second is the last.  The list of a job
+is empty that is not begun: because SECONDS are over, or the job before of its routine and dtype says that a run takes
+more than LONGEST.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SMALL = 512
 """Rows and columns of a matrix by which all that the routine needs is loaded, compiled loops with it, before memory is
 measured."""
 LONG = 1.0
-"""Seconds of a first run on a GPU that counts."""
+"""Seconds of a run on a GPU after which there is no other."""
 LIBRARY, ROUTINE, DTYPE = sys.argv[1], sys.argv[2], sys.argv[6]
 M, N, REPEATS = map(int, sys.argv[3:6])
 SIDES = ROUTINE in ("solve", "triangular", "lstsq", "cg")
@@ -228,8 +229,9 @@ def on_gpu(jobs: list[tuple[str, int, int, str]], seconds: float, longest: float
         if time.perf_counter() > end or (size and took * m * n * min(m, n) / size > longest):
             continue
         piece = library(m, n)
-        first = timed(piece.run)
-        told[-1] = [first] if first > LONG else [timed(piece.run) for _ in range(REPEATS)]
+        timed(piece.run)
+        while len(told[-1]) < REPEATS and max(told[-1], default=0.0) <= LONG:
+            told[-1].append(timed(piece.run))
         last[routine, dtype] = m * n * min(m, n), min(told[-1])
         del piece
     return told

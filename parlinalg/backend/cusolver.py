@@ -1,6 +1,6 @@
 """Factorizations and triangular solutions of matrices on a GPU, by cuSOLVER and cuBLAS through CuPy's functions.
 
-CuPy says nothing of a matrix that cuSOLVER cannot factor unless it is asked to (`raising`).  `solve`, `eigh`,
+CuPy says nothing of a matrix that cuSOLVER cannot factor unless it is asked to (`raising`).  `solve`, `qr`, `eigh`,
 `eigvalsh`, `svd` and `lstsq` are NumPy's, of matrices or of stacks.
 """
 
@@ -94,7 +94,10 @@ def lu(a: Any) -> tuple[Any, np.ndarray] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a pivot that is 0
         found, pivots = lu_factor(a, check_finite=False)
-    if not bool(cupy.isfinite(found.sum())) and not bool(cupy.isfinite(found).all()):
+    told = (
+        found.diagonal() if a.shape[0] == a.shape[1] else found
+    )  # what is not finite in a square reaches the diagonal
+    if not bool(cupy.isfinite(told.sum())) and not bool(cupy.isfinite(found).all()):
         return None
     return found, cupy.asnumpy(pivots)
 
@@ -112,10 +115,10 @@ def substitute(t: Any, b: Any, *, right: bool, lower: bool, adjoint: bool, unit:
         b[...] = found.T if right else found
 
 
-def qr(a: Any) -> tuple[Any, Any]:
-    """Return Q and R, reduced (`geqrf` and `orgqr`)."""
-    found: tuple[Any, Any] = cupy.linalg.qr(a)
-    return found
+def qr(a: Any, mode: str = "reduced") -> Any:
+    """Return Q and R, or with the mode "r" R alone (`geqrf` and `orgqr`)."""
+    with cupyx.errstate(linalg="ignore"):  # every matrix has one: between the two nobody waits for a report
+        return cupy.linalg.qr(a, mode)
 
 
 def solve(a: Any, b: Any) -> Any:

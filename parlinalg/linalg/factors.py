@@ -186,6 +186,8 @@ class LUFactor(Factor):
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
         more, width = [x[:0] for x in every], 0
+        alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
+        sides: Any = None
         if b is not None:  # right-hand sides ride along, in tiles behind those of A
             extra = b.shape[1]
             every = tiles.columns(n + extra)
@@ -193,8 +195,9 @@ class LUFactor(Factor):
             width = len(more[tiles.j])
         if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
             t = kernels.in_columns(a.summed().block, width)
-        elif self.grid.size == 1 and self.grid.inside and b is None and not spent:  # the GPU's library changes nothing
+        elif alone:  # the GPU's library changes nothing
             t = a.summed().block
+            sides = t[:, :0]
         elif tiles.D == 1:
             t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
         else:
@@ -209,15 +212,16 @@ class LUFactor(Factor):
                 if spent:
                     b.adopt(b.block[:0].copy())
             sides = tiles.layered(sides, more)
-            if tiles.D == 1 and self.grid.inside:
+            if tiles.D == 1 and self.grid.inside and not alone:
                 t[:, t.shape[1] - width :] = sides
-            else:
+            elif not alone:
                 t = namespace(t).hstack([t, sides])
-            del sides
+        behind = sides if alone else t[:, t.shape[1] - width :]
         # on the host U's diagonal tells: what is not finite in a row gets there, at the latest where the row is a pivot
-        late = m == n and isinstance(t, np.ndarray)
-        finite = kernels.finite(t[:, t.shape[1] - width :] if late else t)
-        work = LU(tiles, t, (m, n), extra)
+        late = m == n and (alone or isinstance(t, np.ndarray))
+        finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
+        work = LU(tiles, t, (m, n), extra, behind if alone else None)
+        del sides, behind
         with np.errstate(all="ignore"):
             work.run()
         self._t, self._further, self._order = work.a, work.further, work.rows
@@ -611,7 +615,9 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     if one and mode == "reduced" and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x)) is not None:
         return found
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return QRResult(*batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
+        return QRResult(
+            *batches("qr", lambda xp, a: tuple(kernels.routines(a).qr(a, mode)), lambda a: qr(a, mode=mode), x)
+        )
     m, n = x.shape
     work = QRFactor(x)
     r = work.R
@@ -635,7 +641,7 @@ def triangle_of_qr(x: DistArray) -> DistArray:
     if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
         return found.R
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return batches("qr", lambda xp, a: xp.linalg.qr(a, "r"), triangle_of_qr, x)[0]
+        return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), triangle_of_qr, x)[0]
     return QRFactor(x, keep=False).R
 
 

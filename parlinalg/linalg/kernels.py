@@ -7,6 +7,7 @@ else does.  On the host stays what is small and sequential, as pivots and the si
 
 from __future__ import annotations
 
+import cmath
 import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import Backend, backend_of, blas, namespace, shape_solver
 from parlinalg.backend.blas import added, added_square, multiplied, substituted
 from parlinalg.backend.shapes import has_values, values_needed
@@ -45,13 +47,16 @@ def on_host(like: Backend) -> Any:
     return np if like.values else like.xp
 
 
-def finite(block: Block) -> bool:
-    """Return True if all elements of an array are finite."""
-    xp, backend = namespace(block), backend_of(block)
+def finite(*blocks: Block) -> bool:
+    """Return True if all elements of arrays of one dtype are finite."""
+    xp, backend, (first, *others) = namespace(blocks[0]), backend_of(blocks[0]), blocks
     if not backend.values:
         return bool(backend.assume("finite", "whether the elements are finite"))
     with np.errstate(all="ignore"):
-        return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
+        total = first.sum()
+        for block in others:
+            total = total + block.sum()
+        return cmath.isfinite(total) or all(bool(xp.isfinite(block).all()) for block in blocks)
 
 
 def zeros(a: Block) -> np.ndarray:
@@ -68,7 +73,7 @@ def beside(a: np.ndarray, like: Block) -> Block:
 
 
 def routines(a: Block) -> Any:
-    """Return the module whose `svd`, `eigh`, `eigvalsh`, `solve` and `lstsq` are for a block: NumPy's or the GPU's."""
+    """Return the module whose `svd`, `qr`, `eigh`, `eigvalsh`, `solve` and `lstsq` take a block: NumPy's or a GPU's."""
     return namespace(a).linalg if isinstance(a, np.ndarray) or not has_values(a) else _device(a)
 
 
@@ -227,6 +232,18 @@ def lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray]:
     return found, _order(pivots, m)
 
 
+def small_svd(a: Block, compute_uv: bool = True) -> Any:
+    """Return what `svd` of `routines` does, reduced, of a matrix that is small beside others.
+
+    Of few columns LAPACK is faster than cuSOLVER, whose every column waits for the one before.
+    """
+    if isinstance(a, np.ndarray) or not has_values(a) or max(a.shape) > tunables.HOST_SVD:
+        return routines(a).svd(a, full_matrices=False, compute_uv=compute_uv)
+    svd: Any = np.linalg.svd
+    found = svd(to_host(a), full_matrices=False, compute_uv=compute_uv)
+    return tuple(beside(each, a) for each in found) if compute_uv else beside(found, a)
+
+
 def regular_lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray] | None:
     """Return what `lu` does; None of a matrix on a GPU with a pivot of 0 before the last one."""
     if (device := _device(a)) is None:
@@ -237,6 +254,9 @@ def regular_lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray] | Non
 
 def _order(pivots: np.ndarray, m: int) -> np.ndarray:
     """Return the order of m rows after LAPACK's interchanges, counted from 0."""
+    column, told = np.arange(m, dtype=np.float64), (pivots + 1).astype(np.int64)
+    if blas.lapack("laswp", column.dtype, 1, column, m, 1, len(told), told, 1) is not None:  # which has no info
+        return column.astype(np.intp)
     order = list(range(m))
     for x, y in enumerate(pivots.tolist()):
         order[x], order[y] = order[y], order[x]

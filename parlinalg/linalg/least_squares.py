@@ -262,7 +262,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
             if alone:
                 with suppress(LinAlgError), kernels.raising(r):
                     s[:] = 0
-                    s[:] = kernels.routines(r).svd(r, compute_uv=False)
+                    s[:] = kernels.small_svd(r, compute_uv=False)
                 sound = bool((s > limit * s.max()).all()) if has_values(s) else True  # assumed, or not sound before
     if grid.world.share(sound, others="alike").count(False):
         return None

@@ -35,9 +35,10 @@ class LU(Panels):
         U's diagonal, on the host of every rank.
     """
 
-    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
+    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0, further: Any = None) -> None:
         super().__init__(tiles, a, shape, extra)
-        self.further = a[:, int(np.searchsorted(self.columns, shape[1])) :]
+        self.further = a[:, int(np.searchsorted(self.columns, shape[1])) :] if further is None else further
+        self._apart = further is not None  # the further columns lie in an array of their own
         self.rows = self.rows.copy()
         self._diagonals: list[Any] = []  # U's diagonal, of every panel
         self._active = [len(x) for x in self.every_row]  # rows that are no pivots yet, of every grid row
@@ -65,13 +66,13 @@ class LU(Panels):
         alone = self.tiles.grid.size == 1 and self.tiles.grid.inside and k
         whole = kernels.regular_lu(self.a[:, :n], own=True) if alone else None
         if whole is None:
-            if alone and not isinstance(self.a, np.ndarray):  # the matrix that is factored, not one of its own
-                self.a = self.a.copy()
+            if self._apart:  # on a GPU, and the matrices that were given, not those of their own
+                self.a = namespace(self.a).hstack([self.a, self.further])
                 self.further = self.a[:, n:]
             super().run()
             return
         found, order = whole
-        right = self.a[order, n:]
+        right = self.further[order] if self.further.shape[1] else self.further
         self._diagonals, self.rows = [found.diagonal()], order
         self._won, self._active = [list(range(k))], [m - k]
         kernels.substitute(found[:k, :k], right[:k], lower=True, unit=True)

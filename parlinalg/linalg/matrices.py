@@ -112,7 +112,7 @@ def batches(
     are computed one after the other by all ranks, by `one`.
     """
     stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
-    arrays = tuple(broadcast_to(a, (*stacks, *a.shape[-2:])) for a in arrays)
+    arrays = tuple(a if a.shape[:-2] == stacks else broadcast_to(a, (*stacks, *a.shape[-2:])) for a in arrays)
     grid, count = arrays[0].grid, math.prod(stacks)
     rest = arrays[like].layout.with_partial(())
     if count < grid.size and count:

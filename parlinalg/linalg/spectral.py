@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
@@ -21,7 +22,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky
+from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky, tall_qr
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, refuse_odd, tiles_for
 from parlinalg.linalg.systems import inv, solve_triangular
 from parlinalg.linalg.tiles import Tiles
@@ -195,6 +196,8 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     as of `eigh`.  Of columns and rows that complete a basis the space counts.
     """
     x = as_matrix(x, "svd")
+    if x.ndim == 2 and _alone(x) and not x.grid.backend.cpu and (best := _on_one_gpu(x, full_matrices)) is not None:
+        return best
     if x.ndim > 2 or _alone(x):
         return SVDResult(
             *batches(
@@ -204,9 +207,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
         )  # fmt: skip
     (m, n), layout = x.shape, x.layout.with_partial(())
     if m < n:
-        turned = svd(x.mT.conj(), full_matrices=full_matrices)
-        first, last = (f.mT.conj().redistribute(layout) for f in (turned.Vh, turned.U))
-        return SVDResult(first, turned.S, last)
+        return _turned(svd(x.mT.conj(), full_matrices=full_matrices), layout)
     if not x.grid.backend.cpu and (found := polar_svd(x, full_matrices)) is not None:
         return found
     reduced, scale, q = _bidiagonal([x], "svd")
@@ -232,6 +233,32 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
     return SVDResult(u, _vector(values / scale, Layout(layout.dims[-1]), x.grid), v)
+
+
+def _turned(found: SVDResult, layout: Layout) -> SVDResult:
+    """Return the singular values and vectors of the adjoint matrix, in its layout."""
+    first, last = (f.mT.conj().redistribute(layout) for f in (found.Vh, found.U))
+    return SVDResult(first, found.S, last)
+
+
+def _on_one_gpu(x: DistArray, full_matrices: bool) -> SVDResult | None:
+    """Return what `svd` does, where another way than cuSOLVER's routine is faster, and finds it; else None.
+
+    Of a matrix of many more rows than columns, or columns than rows, those of R of its QR factorization.
+    """
+    (m, n), layout = x.shape, x.layout.with_partial(())
+    if m < n:
+        found = _on_one_gpu(x.mT.conj(), full_matrices)
+        return None if found is None else _turned(found, layout)
+    if not full_matrices and (q := tall_qr(x)) is not None:
+        if n <= tunables.HOST_SVD:
+            u, s, vh = batches("svd", lambda xp, a: tuple(kernels.small_svd(a)), svd, q.R)
+        else:
+            u, s, vh = svd(q.R, full_matrices=False)
+        return SVDResult(matmul(q.Q, u, layout=layout), s, vh)
+    if m == n and n >= tunables.POLAR_SVD[x.real.dtype.itemsize]:
+        return polar_svd(x, full_matrices)
+    return None
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -265,7 +292,12 @@ def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
-        return batches("svdvals", lambda xp, a: kernels.routines(a).svd(a, compute_uv=False), svdvals, x)[0]
+        routine = lambda xp, a: kernels.routines(a).svd(a, compute_uv=False)  # noqa: E731
+        if x.ndim == 2 and not x.grid.backend.cpu:
+            found = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
+            if found is not None:
+                x, routine = found.R, lambda xp, a: kernels.small_svd(a, compute_uv=False)
+        return batches("svdvals", routine, svdvals, x)[0]
     return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
 
 

@@ -205,6 +205,10 @@ def solve_triangular(
             y, sides, matrix = held._right_hand_sides(b, rows, n)
             triangular.substitute(held.tiles, held.tiles.bring(a, rows, columns), rows, y, n, sides, **given)
             x = held._home(y, rows, sides, n, matrix, b)
+    if n and not isinstance(x.block, np.ndarray) and a.grid.size == 1 and a.grid.inside and x.size:
+        told = (x.block,) if unit_diagonal else (x.block, a.block.diagonal())
+        if kernels.finite(*told):  # a zero on the diagonal makes infinities or NaNs
+            return x
     finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
     odd, zero = map(int, held.tiles.worst([not (finite and kernels.finite(x.block)), zero]))
     if odd or zero:  # by what was given?

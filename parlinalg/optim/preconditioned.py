@@ -17,6 +17,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import piece
+from parlinalg.linalg import kernels
 from parlinalg.optim.flat import Entry, FlatOptions, HomeState, InMemory, Run, states_of
 from parlinalg.optim.groups import Group, Option
 from parlinalg.optim.matrices import Exchange, Matrix, Slots, balanced, matrices_of, packed, resting, split_of
@@ -415,7 +416,7 @@ class SOAP(Preconditioned):
         xp, (beta1, beta2), sides = namespace(g), group["betas"], [s for s in ("left", "right") if s in states]
         if step == 1:
             self._accumulate(g, states, sides, beta2)
-            left, values, right = xp.linalg.svd(g, full_matrices=False)
+            left, values, right = kernels.routines(g).svd(g, full_matrices=False)
             rank = self._rank(values, max(g.shape) * float(xp.finfo(g.dtype).eps))
             for side, vectors in (("left", left), ("right", right.T)):
                 if side in sides:
@@ -498,7 +499,8 @@ def completed(columns: Block) -> Block:
         return columns
     rest = xp.eye(n, dtype=columns.dtype) - columns @ columns.T
     weights = xp.arange(1, n + 1, dtype=columns.dtype)
-    return xp.concatenate([columns, xp.linalg.eigh(rest * weights @ rest)[1][:, ::-1][:, : n - rank]], axis=1)
+    _, vectors = kernels.routines(rest).eigh(rest * weights @ rest)
+    return xp.concatenate([columns, vectors[:, ::-1][:, : n - rank]], axis=1)
 
 
 def inverse_root(a: Block, p: int, damping: float) -> Block:
@@ -511,7 +513,7 @@ def inverse_root(a: Block, p: int, damping: float) -> Block:
     [[0.5, 0.0], [0.0, 0.333]]
     """
     xp = namespace(a)
-    values, vectors = xp.linalg.eigh(a)
+    values, vectors = kernels.routines(a).eigh(a)
     return (vectors * (xp.maximum(values, 0) + damping) ** (-1 / p)) @ vectors.T
 
 

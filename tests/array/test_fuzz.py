@@ -259,6 +259,9 @@ class Chain:
                 return whole, f"this rank's block is not the part of the array in {cut.layout!r}: replicas differ"
         if plain.dtype.kind in "fc":
             tolerance = TOLERANCE[plain.dtype.name]
+            if plain.dtype.kind == "c" and not cut.grid.backend.cpu and re.search("/|divide", self.lines[-1]):
+                # a GPU has no number where a complex division by zero gives NumPy infinities
+                plain = np.where(np.isinf(plain) & np.isnan(whole), whole, plain)
             if not np.allclose(whole, plain, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 return whole, f"values\n{whole!r}\nNumPy's\n{plain!r}\nlayout {cut.layout!r}"
         elif not np.array_equal(whole, plain):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import linalg, tunables
 from parlinalg.linalg import kernels
 from parlinalg.linalg.lu import _regular
 from tests.cases import grids
@@ -204,3 +204,27 @@ def test_substitution(xp, dtype, right, adjoint, lower, unit):
 def test_zeros_on_the_diagonal_of_a_tile(xp):
     corner = xp.asarray(np.array([[2.0, 1.0], [0.5, 0.0]]))
     np.testing.assert_array_equal(_regular(corner).get(), [[2, 1], [0.5, 1]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+@pytest.mark.parametrize("way", ["gesvd", "polar"])
+def test_singular_vectors(grid, dtype, way, monkeypatch):
+    """Of square matrices by the polar decomposition, of tall and wide ones by R, which LAPACK has where it is small."""
+    first = {4: 1, 8: 1} if way == "polar" else {4: 10**6, 8: 10**6}
+    monkeypatch.setattr(tunables, "POLAR_SVD", first)
+    for shape, small in (((40, 40), 256), ((8, 200), 256), ((200, 8), 256), ((200, 8), 4), ((200, 8), 8)):
+        monkeypatch.setattr(tunables, "HOST_SVD", small)
+        for size in (1.0, 0.25 * float(np.finfo(dtype).tiny) / float(np.finfo(dtype).eps)):
+            a = random(shape, dtype, np.random.default_rng(0)) * np.dtype(dtype).type(0).real.dtype.type(size)
+            x, bound = placed(a, grid), 10 * max(shape) * float(np.finfo(dtype).eps)
+            u, s, vh = (f.gather() for f in linalg.svd(x, full_matrices=False))
+            assert u.dtype == vh.dtype == a.dtype
+            s = s / size
+            np.testing.assert_allclose((u * s) @ vh, a / size, rtol=0, atol=bound * s[0])
+            for each in (u.conj().T @ u, vh @ vh.conj().T):
+                np.testing.assert_allclose(each, np.eye(len(s)), atol=bound)
+            np.testing.assert_allclose(linalg.svdvals(x).gather() / size, s, rtol=0, atol=bound * s[0])
+    for shape in ((40, 40), (200, 8)):
+        for function in (linalg.svd, linalg.svdvals):
+            with pytest.raises(ValueError, match="NaNs"):
+                function(placed(np.full(shape, np.nan, dtype), grid))

@@ -86,7 +86,13 @@ def test_masters_and_states_put_away(make_grid, world, folder):
         place.close()
         del optimizer
     got, _ = trained("adamw", grid, scheme, dtype="bfloat16", master=True)
-    check(got, half, close=2e-2)
+    # Two trainings in bfloat16 whose sums are in other orders, as cuBLAS has them by where operands lie, differ as each
+    # differs from float64: Adam divides by the size of the gradient, so that roundings of small ones move all the way.
+    names = list(want)
+    right, half, got = (np.concatenate([x[n].astype(float).ravel() for n in names]) for x in (want, half, got))
+    rounding, difference = np.abs(half - right), np.abs(got - half)
+    assert difference.max() <= 2 * rounding.max()
+    assert difference.mean() <= 2 * rounding.mean()
 
 
 def pair(grid, seed=0):
