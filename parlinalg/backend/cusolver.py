@@ -14,8 +14,13 @@ from typing import Any
 import cupy
 import cupyx
 import numpy as np
+from cupy.cuda.device import get_cusolver_handle
+from cupy_backends.cuda.libs import cublas
+from cupy_backends.cuda.libs import cusolver as library
 from cupyx.scipy.linalg import lu_factor, solve_triangular
 
+LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+"""LAPACK's letters of the dtypes."""
 TURNED = {"N": "T", "T": "N"}
 FAILURES = {
     "getr": "Singular matrix",
@@ -71,19 +76,17 @@ def lower(a: Any) -> tuple[Any, int]:
 
     In place of 0, the order of the first leading minor that is not positive; the factor is NaN then.
     """
-    with raising():
-        try:
-            return cupy.linalg.cholesky(a), 0
-        except np.linalg.LinAlgError:
-            low, high = 0, len(a)  # the minor of order `low` is positive, that of order `high` is not
-        while high - low > 1:
-            k = (low + high) // 2
-            try:
-                cupy.linalg.cholesky(a[:k, :k])
-                low = k
-            except np.linalg.LinAlgError:
-                high = k
-    return cupy.full_like(a, np.nan), high
+    n, letter = len(a), LETTERS[a.dtype.char]
+    if not n:
+        return a.copy(), 0
+    x = a.T.copy()  # the matrix in columns, whose lower triangle cuSOLVER factors in half the time of the upper one
+    size, factor = (getattr(library, f"{letter}potrf{part}") for part in ("_bufferSize", ""))
+    given = get_cusolver_handle(), cublas.CUBLAS_FILL_MODE_LOWER, n, x.data.ptr, n
+    count = size(*given)
+    work, info = cupy.empty(count, a.dtype), cupy.empty(1, np.int32)
+    factor(*given, work.data.ptr, count, info.data.ptr)
+    minor = int(info[0])
+    return (cupy.full_like(a, np.nan), minor) if minor else (cupy.ascontiguousarray(cupy.tril(x.T)), 0)
 
 
 def lu(a: Any) -> tuple[Any, np.ndarray] | None:
@@ -94,10 +97,7 @@ def lu(a: Any) -> tuple[Any, np.ndarray] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a pivot that is 0
         found, pivots = lu_factor(a, check_finite=False)
-    told = (
-        found.diagonal() if a.shape[0] == a.shape[1] else found
-    )  # what is not finite in a square reaches the diagonal
-    if not bool(cupy.isfinite(told.sum())) and not bool(cupy.isfinite(found).all()):
+    if not bool(cupy.isfinite(found.sum())) and not bool(cupy.isfinite(found).all()):
         return None
     return found, cupy.asnumpy(pivots)
 

@@ -1,0 +1,1 @@
+"""CuPy's bindings of CUDA's libraries, as far as the library calls them itself."""

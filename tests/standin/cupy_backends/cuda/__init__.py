@@ -1,0 +1,1 @@
+"""CUDA, for the stand-in."""

@@ -1,0 +1,3 @@
+"""`cublas`: constants."""
+
+CUBLAS_FILL_MODE_LOWER, CUBLAS_FILL_MODE_UPPER = 0, 1
