@@ -217,23 +217,24 @@ class LUFactor(Factor):
             elif not alone:
                 t = namespace(t).hstack([t, sides])
         behind = sides if alone else t[:, t.shape[1] - width :]
-        # on the host U's diagonal tells: what is not finite in a row gets there, at the latest where the row is a pivot
+        # of a square matrix the factors tell: what is not finite stays where it is, but for its row's place
         late = m == n and (alone or isinstance(t, np.ndarray))
         finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
         work = LU(tiles, t, (m, n), extra, behind if alone else None)
         del sides, behind
         with np.errstate(all="ignore"):
             work.run()
+        doubtful = late and not kernels.finite(work.a)
         self._t, self._further, self._order = work.a, work.further, work.rows
         self.positions = self.pivoted = work.positions
         """For every grid row the numbers of its rows in P A; of `pivoted` the grid rows of the factorization."""
         if tiles.D > 1:
             self._flatten(tiles, every)
         self.diagonal = work.diagonal
-        if late and not kernels.finite(self.diagonal):
-            finite = finite and kernels.finite(a.summed().block)
         zeros = kernels.zeros(self.diagonal)
-        odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
+        odd, zero = tiles.worst([doubtful or not finite, n - zeros[0] if len(zeros) else 0])
+        if odd and late:  # by what was given, or by a pivot of 0?
+            odd, _ = tiles.worst([not (finite and kernels.finite(a.summed().block)), 0])
         refuse_odd(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
