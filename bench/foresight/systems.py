@@ -179,7 +179,7 @@ class Megatron(Predictor):
         tiles: list[Gemm] = []
         s, width = self.run.sequence, self.run.hidden // self.run.heads
         for e in events:
-            if isinstance(e, Gemm) and e.dtype == "float32" and e.m > 1 and width in (e.n, e.k):
+            if isinstance(e, Gemm) and e.attention:
                 tiles.append(e)
                 continue
             if isinstance(e, Kernel) and e.name.startswith("attention.") and tiles:

@@ -127,7 +127,7 @@ class Recorder(Protocol):
     def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "") -> None: ...
     def kernel(self, name: str, nbytes: int, elements: int, dtype: str) -> None: ...
     def attention(
-        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str
+        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int
     ) -> None: ...  # fmt: skip
     def memory(self, category: str, nbytes: int) -> None: ...
     def start(
@@ -252,12 +252,12 @@ class ShapesBackend:
             self.recorder.kernel(name, nbytes, elements, _name_of(dtype))
 
     def attention(
-        self, name: str, nbytes: int, elements: int, dtype: Any, flops: int, width: int, given: Any
+        self, name: str, nbytes: int, elements: int, dtype: Any, flops: int, width: int, given: Any, more: int = 0
     ) -> None:  # fmt: skip
         """Note the kernel of attention, after its products: those on the pairs that are seen take so many operations,
-        with heads of so many features and queries of the dtype `given`."""
+        with heads of so many features and queries of the dtype `given`.  Unless it is fused, `more` bytes pass too."""
         if self.recorder is not None and not self._within and elements:
-            self.recorder.attention(name, nbytes, elements, _name_of(dtype), flops, width, _name_of(given))
+            self.recorder.attention(name, nbytes, elements, _name_of(dtype), flops, width, _name_of(given), more)
 
     def product(
         self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1, attention: Any = None

@@ -35,9 +35,9 @@ class TraceRecorder:
         self._add(Kernel(name, nbytes, elements, dtype))
 
     def attention(
-        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str
+        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int
     ) -> None:  # fmt: skip
-        self._add(Attention(name, nbytes, elements, dtype, flops, width, given))
+        self._add(Attention(name, nbytes, elements, dtype, flops, width, given, more))
 
     def memory(self, category: str, nbytes: int) -> None:
         self._add(Memory(category, nbytes))

@@ -565,8 +565,8 @@ class Machine:
     attention : dict of str to FusedAttention
         By dtype of the queries.
     fused_attention : bool
-        True if attention of such queries is counted as this kernel, which the library does not have: its own computes
-        in float32.  A file says so, or `with_fused_attention`.
+        True if attention of such queries is counted as this kernel, which the library does not have: its own writes
+        blocks of scores to memory.  A file says so, or `with_fused_attention`.
     """
 
     name: str = key(word(), "the machine's name")
@@ -690,6 +690,8 @@ class Machine:
             rates = sorted(fused.backward if kernel.name.endswith("backward") else fused.forward)
             through = kernel.nbytes / self.kernels.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
             return max(self.kernels.floor, through, kernel.flops / between(rates, kernel.width))
+        if isinstance(kernel, Attention):
+            kernel = replace(kernel, nbytes=kernel.nbytes + kernel.more)
         return self.kernels.seconds(kernel)
 
     def shared_by(self, on_node: int) -> Machine:

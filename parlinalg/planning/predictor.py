@@ -25,7 +25,7 @@ from parlinalg.units import ITEMSIZE
 
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
 LONG = 12  # equal layers of a stage beyond which only some are traced:
-FEW, FEW_ALONE, FEW_CUT = (4, 6), (4, 10), (6, 10)  # so many; where reductions go on beside passes; of ZeRO-3's
+FEW, FEW_BESIDE = (4, 6), (6, 10)  # so many; where reductions or gathers go on beside passes
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
@@ -551,7 +551,7 @@ class Predictor:
             cuts = _cuts(counts)
         whole = self.batch // c.microbatches
         made: list[Figures] = []
-        few_ = FEW_CUT if c.zero == 3 else FEW_ALONE if c.pipeline == 1 else FEW
+        few_ = FEW_BESIDE if c.zero == 3 or c.pipeline == 1 else FEW
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
         for s, (a, b) in enumerate(cuts):

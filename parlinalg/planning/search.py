@@ -82,7 +82,7 @@ def plan_training(
         Trace every candidate in full: for tests of the search.
     fused_attention : bool
         Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file.  Such
-        kernels are what other systems of today run; the library's attention computes in float32.
+        kernels are what other systems of today run; the library's writes blocks of scores to memory.
 
     Raises
     ------

@@ -45,12 +45,14 @@ class Attention(Kernel):
     """The kernel of attention, after its products, and what a fused kernel that does all would compute.
 
     `flops` are the operations of the products on the pairs that are seen, without those that a block of scores then
-    hides; `width` is the features of a head, `given` the dtype of the queries.
+    hides; `width` is the features of a head, `given` the dtype of the queries.  `more` are the bytes of scores and of
+    copies of blocks, which pass through memory where the kernel is not fused.
     """
 
     flops: int
     width: int
     given: str
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -423,7 +423,9 @@ class Generator:
             return self._integers(low, last - low, (), size, dtype, grid, layout)
         low, high = _arrays(low, high)
         _refuse(low < least, f"low is out of bounds for {dtype.name}")
-        _refuse(high > largest + (not endpoint), f"high is out of bounds for {dtype.name}")
+        most = largest + (not endpoint)
+        if high.dtype.kind not in "iu" or most <= np.iinfo(high.dtype).max:  # else no element is larger
+            _refuse(high > most, f"high is out of bounds for {dtype.name}")
         _refuse(low > high if endpoint else low >= high, f"low {above} high")
         return self._integers(int(not endpoint), None, (low, high), size, dtype, grid, layout)
 

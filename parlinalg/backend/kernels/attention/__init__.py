@@ -570,7 +570,7 @@ def _tell(
     """Tell a device of a pass: so many products of each block of queries and its keys, and a kernel of the scores.
 
     On a GPU, unless scores are kept, the products of 16-bit floats are such, and the kernel reads their scores, in the
-    backward pass also their gradients, and writes them in the blocks' dtype (`device`).
+    backward pass also their gradients, and writes them in the blocks' dtype (`device`): a fused kernel would not.
     """
     width, scores, seen = task.width, 0, 0
     apart = device.cuda and not kept
@@ -592,10 +592,14 @@ def _tell(
             columns, inner = (n, width) if i % 2 == 0 else (width, n)
             device.product(batch, m, columns, inner, dtype, calls[m, n], given)
     task.pairs += scores
-    nbytes = sum(x.nbytes for x in blocks if x is not None)
-    if apart:
-        nbytes += products // 2 * scores * (task.work.itemsize + given.itemsize)
-    device.attention(name, nbytes, scores, task.work, 2 * products * width * seen, width, given)
+    nbytes, more = sum(x.nbytes for x in blocks if x is not None), 0
+    if apart:  # and copies: of the blocks by heads, and of results and their gradients in the working dtype
+        size, others = math.prod((task.batch, task.queries, task.heads, task.group, width)), task.batch * task.keys
+        others *= 2 * task.heads * width
+        copies, wide = (size + others, 3 * size) if products == 2 else (2 * size + others, 6 * size + 2 * others)
+        more = copies * given.itemsize + wide * task.work.itemsize
+        more += products // 2 * scores * (task.work.itemsize + given.itemsize)
+    device.attention(name, nbytes, scores, task.work, 2 * products * width * seen, width, given, more)
 
 
 @forward.shapes

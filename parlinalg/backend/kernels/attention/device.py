@@ -32,7 +32,6 @@ class DeviceTask(_Task):
 
     def __init__(self, q: Block, k: Block, visible: Visible, scale: float, limits: Limits | None) -> None:
         super().__init__(q, k, visible, scale, limits)
-        self.dtype = q.dtype
         self.cast = q.dtype != self.work
         self.small = _Room(self.xp, q.dtype)
 
