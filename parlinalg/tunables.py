@@ -56,7 +56,7 @@ HOST_SVD = 256
 takes 24 ms for 256 × 256 in float64 on an H100."""
 
 POLAR_SVD = {4: 1024, 8: 2048}
-"""Rows from which on one GPU has the singular vectors of a square matrix by its polar decomposition, by the bytes of a
+"""Rows from which one GPU finds the singular vectors of a square matrix by its polar decomposition, by the bytes of a
 real number: on an H100 it took 143 ms for 1024 × 1024 in float32, cuSOLVER's `gesvd` 183, for 2048 × 2048 in float64
 357 and 440, but for 1024 × 1024 in float64 152 and 133."""
 

@@ -131,7 +131,7 @@ def _cast(ufunc: np.ufunc, values: Sequence[Any], theirs: Any) -> Sequence[Any]:
 
 
 def _kind(value: Any) -> Any:
-    """The dtype of an operand; of Python's numbers, which take on another's, their type."""
+    """Return the dtype of an operand; of Python's numbers, which take on another's, their type."""
     if hasattr(value, "dtype"):
         return value.dtype
     return np.dtype(bool) if isinstance(value, bool) else next(t for t in (int, float, complex) if isinstance(value, t))

@@ -120,7 +120,7 @@ TILES = (
 )  # fmt: skip
 """The tiles by which a GPU's library multiplies, and the shares of the rate that they reach, as in machines' files."""
 LAUNCHES = 3.0
-"""How many times longer than the shortest kernel a product on a GPU takes that tells its rate."""
+"""Products on a GPU that take fewer times as long as the shortest kernel say nothing of its rate."""
 UFUNCS = ("exp", "log", "tanh", "sqrt", "power", "divide")
 RECEIVED = (256, 1 << 12, 1 << 15, *(1 << k for k in range(17, 23)))
 """About the bytes that a rank receives in the operations that are measured."""
