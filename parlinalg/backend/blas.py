@@ -162,10 +162,10 @@ def _in_strips(x: Any, w: Any) -> bool:
         return False
     if x.shape[1] * x.itemsize < tunables.GEMV_ROW or not x.flags.c_contiguous or x.dtype.char not in _LETTERS:
         return False
-    return _threads() == 1  # several share one long product better than many short ones
+    return blas_threads() == 1  # several share one long product better than many short ones
 
 
-def _threads() -> int | None:
+def blas_threads() -> int | None:
     """Return the threads of the OpenBLAS inside NumPy's wheel; None if there is none."""
     function = _in_openblas("scipy_openblas_get_num_threads64_")
     return None if function is None else int(function())
@@ -293,7 +293,7 @@ def add_from_both_sides(below: Any, right: Any, a: Any, corner: tuple[int, int],
     All vectors are contiguous and differ.
     """
     top, left = corner
-    if a.flags.c_contiguous and _threads() == 1 and compiled.ready(a, below, right, x, z):
+    if a.flags.c_contiguous and blas_threads() == 1 and compiled.ready(a, below, right, x, z):
         _both_sides(a, top, left, x, z, below, right, False)
         return
     rest, z, xp = a[top:, left:], z.conj(), namespace(a)
@@ -358,7 +358,7 @@ def add_hermitian(y: np.ndarray, a: np.ndarray, top: int, x: np.ndarray) -> None
     if not y.size:
         return
     rest = a[top:, top:]
-    if a.flags.c_contiguous and _threads() == 1 and compiled.ready(a, y, x):
+    if a.flags.c_contiguous and blas_threads() == 1 and compiled.ready(a, y, x):
         _both_sides(a, top, top, x, x, y, y, True)
         return
     one = _number(a.dtype, 1)

@@ -14,7 +14,7 @@ import os
 import platform
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,6 +140,40 @@ class Meeting:
 
     def _here(self) -> bool:
         return min(self._counters) >= self._turn
+
+
+class Steps:
+    """How many steps of a task each rank has made, told by the counters of `meet`.
+
+    No rank waits for all of them: each looks at those whose steps it needs.
+
+    Parameters
+    ----------
+    comm : Comm
+        Ranks that have common memory in use, on a machine that is `ORDERED`.
+    last : int
+        The number of steps of the task, the same on all ranks, which all of them make.
+    """
+
+    def __init__(self, comm: Comm, last: int) -> None:
+        held = comm.shared
+        assert held is not None, "there is common memory"
+        assert isinstance(held.memory, mmap.mmap), "its ranks are not imagined"
+        self.comm, self._base = comm, held.turn
+        held.turn += last
+        self._counters = memoryview(held.memory)[: 8 * comm.size * Meeting.SPREAD].cast("q")[:: Meeting.SPREAD]
+
+    def made(self, steps: int) -> None:
+        """Tell that this rank has made so many steps, and what it wrote before is there."""
+        self._counters[self.comm.rank] = self._base + steps
+
+    def wait(self, ranks: Sequence[int], steps: int) -> None:
+        """Return when these ranks have made so many steps."""
+        counters, least = self._counters, self._base + steps
+        for rank in ranks:
+            if counters[rank] < least:
+                self.comm.attend(lambda: all(counters[p] >= least for p in ranks))
+                return
 
 
 class Passing:

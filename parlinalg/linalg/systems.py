@@ -11,10 +11,11 @@ from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import tril, triu
 from parlinalg.array.shapes import reshape
-from parlinalg.layout import Layout, cut_lengths, index_of
+from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, tiles_for
+from parlinalg.linalg.tiles import count_worst, worst
 from parlinalg.matmul import matmul
 from parlinalg.redistribute import count
 
@@ -193,59 +194,64 @@ def solve_triangular(
         )
     a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
     given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
-    held = Factor(a)
-    held.tiles = tiles_for(a, None, "solve_triangular")
     few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
+    finite = False  # as far as all ranks know
     with np.errstate(all="ignore"):
         if few and b.shape[0] == n:
-            x = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
+            x, finite = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
             x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
         else:
+            held = Factor(a)
+            held.tiles = tiles_for(a, None, "solve_triangular")
             rows, columns = held.tiles.rows(n), held.tiles.columns(n)
             y, sides, matrix = held._right_hand_sides(b, rows, n)
             triangular.substitute(held.tiles, held.tiles.bring(a, rows, columns), rows, y, n, sides, **given)
             x = held._home(y, rows, sides, n, matrix, b)
-    if n and not isinstance(x.block, np.ndarray) and a.grid.size == 1 and a.grid.inside and x.size:
-        told = (x.block,) if unit_diagonal else (x.block, a.block.diagonal())
-        if kernels.finite(*told):  # a zero on the diagonal makes infinities or NaNs
-            return x
+    if n and a.grid.world.size == 1 and x.size:  # a zero on the diagonal makes infinities or NaNs
+        finite = kernels.finite(x.block, *([] if unit_diagonal else [a.block.diagonal()]))
+    if finite:
+        return x
     finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
-    odd, zero = map(int, held.tiles.worst([not (finite and kernels.finite(x.block)), zero]))
+    odd, zero = map(int, worst(a.grid, [not (finite and kernels.finite(x.block)), zero]))
     if odd or zero:  # by what was given?
         odd = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
-        refuse_odd(held.tiles.worst([odd])[0], "solve_triangular")
+        refuse_odd(worst(a.grid, [odd])[0], "solve_triangular")
     if zero:
         raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
     return x
 
 
-def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> DistArray:
-    """Return x of op(A) x = b for few right-hand sides, which move to where A lies."""
+def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> tuple[DistArray, bool]:
+    """Return x of op(A) x = b for few right-hand sides, which move to where A lies.
+
+    Beside it, whether all ranks know that x and the diagonal are finite.
+    """
     grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
-    cuts, own = layout.dims[::-1] if adjoint else layout.dims, b.layout
-    there, back = Layout(cuts[0], None), Layout(cuts[1], None)
+    (first, second), own = layout.dims[::-1] if adjoint else layout.dims, b.layout
+    cuts, there, back = (first, second), Layout(first, None), Layout(second, None)
     if not grid.inside:
-        return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid)
-    rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
-    down, across = (grid.comm(cut) for cut in cuts)
+        return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid), False
     t, lower = a.block.T if adjoint else a.block, lower != adjoint
-    pieces = triangular.pieces_at_rest(rows, columns, n)[:: 1 if lower else -1]
-    if not own.partial and len(rows) * len(columns) == grid.size > 1:
-        every = map(grid.coords_of, range(grid.size))
-        coords = [(index_of(cuts[0], grid.sizes, at), index_of(cuts[1], grid.sizes, at)) for at in every]
+    if not own.partial and grid.size > 1:
         y = b.block.conj() if adjoint else b.block
-        x = triangular.solved_in_common(
-            grid.everyone, (down, across), coords, t, (rows, columns), y, grid.block(own, b.shape), (n, sides), pieces,
-            lower=lower, unit=unit,
+        found = triangular.solved_in_common(
+            grid, cuts, t, y, grid.block(own, b.shape), (n, sides), lower=lower, unit=unit
         )  # fmt: skip
-        if x is not None:
-            for src, dst in ((own, there), (back, own)):
-                count(src, dst, b.shape, grid, a.dtype)
-            return DistArray(x.conj() if adjoint else x, b.shape, own, grid)
+        if found is not None:
+            x, finite = found
+            if grid.everyone.books:
+                for src, dst in ((own, there), (back, own)):
+                    count(src, dst, b.shape, grid, a.dtype)
+            finite = finite and grid.world.size == grid.size
+            if finite:
+                count_worst(grid, 2)
+            return DistArray(x.conj() if adjoint else x, b.shape, own, grid), finite
+    rows, columns, pieces, _, _ = triangular.resting(cuts, tuple(grid.sizes.items()), n, lower)
+    down, across = (grid.comm(cut) for cut in cuts)
     b = b.redistribute(there)
     y = b.block.conj() if adjoint else b.block
     x = triangular.solved(down, across, t, (rows, columns), y, pieces, lower=lower, unit=unit, blocks=True)
-    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid)
+    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid), False
 
 
 def _diagonal(a: DistArray) -> tuple[bool, int]:

@@ -7,18 +7,20 @@ move far more than there is to compute: the triangle stays where it lies, and su
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import ORDERED, Meeting, meet
+from parlinalg.comm.shared import ORDERED, Steps
 from parlinalg.comm.shared import common as shared
-from parlinalg.linalg import kernels
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, coordinates, cut_lengths, index_of
+from parlinalg.linalg import few, kernels
 from parlinalg.linalg.tiles import SMALL, Board, Numbers, Tiles, board
 
 FEW = 32
@@ -148,7 +150,10 @@ def solved(
     """
     if down.size == across.size == 1:
         x = namespace(b).ascontiguousarray(b.copy())
-        kernels.substitute(t, x, lower=lower, unit=unit)
+        if isinstance(x, np.ndarray) and few.ready(t, x):
+            few.substitute(t, slice(0, len(x)), slice(0, len(x)), x, lower=lower, unit=unit)
+        else:
+            kernels.substitute(t, x, lower=lower, unit=unit)
         return x
     longest = max((end - k for k, end in pieces), default=0)
     most = longest * (b.shape[1] + (0 if blocks else longest))  # at rest no corners are gathered
@@ -201,99 +206,167 @@ def _solved(
     return x
 
 
+class Resting(NamedTuple):
+    """Where a triangle rests, and the order in which the pieces of a solution are found."""
+
+    rows: list[Numbers]
+    """For every grid row the numbers of its rows, which are one range."""
+    columns: list[Numbers]
+    pieces: list[tuple[int, int]]
+    coords: list[tuple[int, int]]
+    """The grid row and the grid column of every rank."""
+    alone: bool
+    """No two ranks have the same part."""
+
+
+@lru_cache(maxsize=64)
+def resting(cuts: tuple[Cut, Cut], axes: tuple[tuple[str, int], ...], n: int, lower: bool) -> Resting:
+    """Return where a triangle [n, n] rests whose rows and columns are cut along axes of a grid."""
+    sizes = dict(axes)
+    rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, sizes))[:-1]) for cut in cuts)
+    every = coordinates(tuple(sizes), sizes)
+    coords = [(index_of(cuts[0], sizes, at), index_of(cuts[1], sizes, at)) for at in every]
+    pieces = pieces_at_rest(rows, columns, n)[:: 1 if lower else -1]
+    return Resting(rows, columns, pieces, coords, len(set(coords)) == len(coords))
+
+
+class Turn(NamedTuple):
+    """A rank's part in a piece of the solution."""
+
+    piece: slice
+    rows: slice
+    """Those of this rank's rows that are in the piece."""
+    columns: slice
+    root: int
+    """The rank that finds the piece."""
+    later: tuple[slice, slice]
+    """This rank's rows in the next piece, and those in the pieces after it."""
+
+
+@lru_cache(maxsize=64)
+def _turns(
+    cuts: tuple[Cut, Cut], axes: tuple[tuple[str, int], ...], n: int, lower: bool, rank: int
+) -> tuple[list[Turn], list[int]]:
+    """Return a rank's part in all pieces, and the ranks of its grid row."""
+    rows, columns, pieces, coords, _ = resting(cuts, axes, n, lower)
+    i, j = coords[rank]
+    inside = [[slice(*np.searchsorted(each, edges).tolist()) for edges in pieces] for each in (rows[i], columns[j])]
+    found = []
+    for p, ((k, end), high, wide) in enumerate(zip(pieces, *inside, strict=True)):
+        row, column = (
+            next(u for u, each in enumerate(some) if len(each) and each[0] <= k <= each[-1]) for some in (rows, columns)
+        )
+        edge = slice(high.stop, high.stop) if lower else slice(high.start, high.start)
+        following = inside[0][p + 1] if p + 1 < len(pieces) else edge
+        rest = slice(following.stop, len(rows[i])) if lower else slice(0, following.start)
+        found.append(Turn(slice(k, end), high, wide, coords.index((row, column)), (following, rest)))
+    return found, [p for p, (row, _) in enumerate(coords) if row == i]
+
+
 def solved_in_common(
-    everyone: Comm, comms: tuple[Comm, Comm], coords: Sequence[tuple[int, int]], t: Any,
-    numbers: tuple[Sequence[Numbers], Sequence[Numbers]], b: Any, where: Sequence[range], shape: tuple[int, int],
-    pieces: Sequence[tuple[int, int]], *, lower: bool, unit: bool,
-) -> Any:  # fmt: skip
+    grid: Grid, cuts: tuple[Cut, Cut], t: Any, b: Any, where: Sequence[range], shape: tuple[int, int], *,
+    lower: bool, unit: bool,
+) -> tuple[Any, bool] | None:  # fmt: skip
     """Return this rank's block of the solution x of T x = b, where T rests; None without memory in common.
 
     Right-hand sides, sums and solutions lie in memory that all ranks have in common.  A rank waits for the piece of the
     solution that it needs next, or for the sums in the rows of its own piece, never for all ranks.  The ledger counts
     what `solved` receives.  Collective over all ranks, who get None together.
 
+    Beside the block it is returned, alike on all ranks, whether the solution and the diagonal are finite.
+
     Parameters
     ----------
-    comms : pair of Comm
-        This rank's grid column and its grid row.
-    coords : sequence of pairs
-        The grid row and the grid column of every rank; no two have the same.
-    t, numbers, pieces, lower, unit
-        As of `solved`, of one range of rows and one of columns a rank.
+    cuts : pair of tuple of str
+        The axes of the grid that cut T's rows, and its columns.
+    t : array
+        This rank's rows and columns of T.  The other triangle is not read.
     b : array
         This rank's block of the right-hand sides.
     where : pair of ranges
         The rows and columns of the block, and of that of the solution.
     shape : pair of int
         The shape of all right-hand sides.
+    lower, unit : bool
+        T is a lower triangle; its diagonal is taken to be ones.
     """
-    (n, sides), wide, dtype = shape, len(numbers[1]), t.dtype
+    (n, sides), dtype, everyone, axes = shape, t.dtype, grid.everyone, tuple(grid.sizes.items())
     if not (ORDERED and isinstance(b, np.ndarray)) or n * sides < SMALL:
         return None
-    room = 2 * -(-max((1 + wide) * n * sides * dtype.itemsize, tunables.SHARED_BYTES) // 16)
-    with shared(everyone, (room + Meeting.SPREAD * everyone.size,), np.int64) as memory:
+    rows, columns, pieces, coords, alone = resting(cuts, axes, n, lower)
+    if not alone:
+        return None
+    wide = len(columns)
+    room = -(-max((1 + wide) * n * sides * dtype.itemsize, tunables.SHARED_BYTES) // dtype.itemsize)
+    with shared(everyone, (room,), dtype) as memory:
         if memory is None:
             return None
-        x, *sums = memory[:room].view(dtype)[: (1 + wide) * n * sides].reshape(1 + wide, n, sides)
-        steps = memoryview(memory[room:])[:: Meeting.SPREAD]
-        (i, j), rows = coords[everyone.rank], numbers[0]
+        x, *sums = memory[: (1 + wide) * n * sides].reshape(1 + wide, n, sides)
+        (i, j), steps = coords[everyone.rank], Steps(everyone, 2 * len(pieces) + 1)
         mine = sums[j][rows[i][0] : rows[i][-1] + 1] if len(rows[i]) else sums[j][:0]
         if j:
             mine[...] = 0
         at = tuple(slice(each.start, each.stop) for each in where)
         sums[0][at] = b
-        steps[everyone.rank] = 0
-        meet(everyone)
-        _in_turns(everyone, comms, coords, t, numbers, (x, sums, mine, steps), pieces, lower=lower, unit=unit)
-        return x[at].copy()
+        steps.made(1)
+        turns, beside = _turns(cuts, axes, n, lower, everyone.rank)
+        if everyone.books:
+            _counted(grid, cuts, turns, sides, dtype.itemsize)
+        _in_turns(steps, turns, beside, t, (x, sums, mine), lower=lower, unit=unit)
+        return x[at].copy(), kernels.finite(x[n - 1 if lower else 0])  # which has the terms of all the others
+
+
+def _counted(grid: Grid, cuts: tuple[Cut, Cut], turns: Sequence[Turn], sides: int, itemsize: int) -> None:
+    """Enter in the ledger what `solved` would receive."""
+    down, across = (grid.comm(cut) for cut in cuts)
+    for turn in turns:
+        size, wide = ((each.stop - each.start) * sides for each in (turn.rows, turn.columns))
+        if size and across.size > 1:
+            own = size // across.size + (across.rank < size % across.size)
+            across.count("all_reduce", 2 * (size - own), itemsize)
+        if wide and down.size > 1:
+            down.count("broadcast", wide if grid.everyone.rank != turn.root else 0, itemsize)
 
 
 def _in_turns(
-    everyone: Comm, comms: tuple[Comm, Comm], coords: Sequence[tuple[int, int]], t: Any,
-    numbers: tuple[Sequence[Numbers], Sequence[Numbers]], memory: Any, pieces: Sequence[tuple[int, int]], *,
-    lower: bool, unit: bool,
+    steps: Steps, turns: Sequence[Turn], beside: Sequence[int], t: Any, memory: Any, *, lower: bool, unit: bool
 ) -> None:  # fmt: skip
-    """Find the pieces of the solution; `memory` is x, the sums of every grid column, this rank's rows, and its steps.
+    """Find the pieces of the solution; `memory` is x, the sums of every grid column, and this rank's rows of them.
 
-    A rank's steps are 2 p + 1 when it has found piece number p, and 2 p + 2 when its sums have the terms of this piece
-    in the rows of the next one.
+    A rank's steps are 2 p + 2 when it has found piece number p, and 2 p + 3 when its sums have the terms of this piece
+    in the rows of the next one; 1 when its right-hand sides are there.
     """
-    x, sums, mine, steps = memory
-    (rows, columns), (down, across), me = numbers, comms, everyone.rank
-    i, j = coords[me]
-    beside = [p for p, (row, _) in enumerate(coords) if row == i]
-    cuts = [[np.searchsorted(each[at], edges).tolist() for edges in pieces] for each, at in ((rows, i), (columns, j))]
-    root, words = 0, x.shape[1]
-    for p, ((k, end), (lo, hi), (first, last)) in enumerate(zip(pieces, *cuts, strict=True)):
-        having = [[u for u, each in enumerate(some) if len(each) and each[0] <= k <= each[-1]] for some in numbers]
-        root = coords.index((having[0][0], having[1][0]))
-        if lo < hi and across.size > 1:
-            size = (hi - lo) * words
-            across.count(
-                "all_reduce", 2 * (size - size // across.size - (across.rank < size % across.size)), x.itemsize
-            )
-        if first < last and down.size > 1:
-            down.count("broadcast", (last - first) * words if me != root else 0, x.itemsize)
+    (x, sums, mine), me, began = memory, steps.comm.rank, False
+    loops = few.ready(t, x)
+    root = me
+    for p, (piece, rows, columns, root, later) in enumerate(turns):
+        part = x[piece]
         if me == root:
-            everyone.attend(partial(_reached, steps, beside, 2 * p))
-            part = x[k:end]
-            np.sum([each[k:end] for each in sums], axis=0, out=part)
-            kernels.substitute(t[lo:hi, first:last], part, lower=lower, unit=unit)
-            steps[me] = 2 * p + 1
-        if first < last:
-            everyone.attend(partial(_reached, steps, [root], 2 * p + 1))
-            start, stop = cuts[0][p + 1] if p + 1 < len(pieces) else (hi, hi) if lower else (lo, lo)
-            for at in (slice(start, stop), slice(stop, None) if lower else slice(start)):
-                kernels.subtract(mine[at], t[at, first:last], x[k:end])
-                steps[me] = 2 * p + 2
+            if not began:  # all right-hand sides are there
+                steps.wait(range(steps.comm.size), 1)
+                began = True
+            steps.wait(beside, 2 * p + 1)
+            part[...] = sums[0][piece]
+            for each in sums[1:]:
+                part += each[piece]
+            if not (unit or kernels.finite(t[rows, columns].diagonal())):
+                part[...] = np.nan  # which a pivot that is infinite would hide
+            elif loops:
+                few.substitute(t, rows, columns, part, lower=lower, unit=unit)
+            else:
+                kernels.substitute(t[rows, columns], part, lower=lower, unit=unit)
+            steps.made(2 * p + 2)
+        if columns.start < columns.stop:
+            steps.wait((root,), 2 * p + 2)
+            for at in later:
+                if loops and at.start < at.stop:
+                    few.subtract(mine[at], t, at, columns, part)
+                else:
+                    kernels.subtract(mine[at], t[at, columns], part)
+                steps.made(2 * p + 3)
         else:
-            steps[me] = 2 * p + 2
-    everyone.attend(partial(_reached, steps, [root], 2 * len(pieces) - 1))
-
-
-def _reached(steps: Any, ranks: Sequence[int], least: int) -> bool:
-    """Return True if these ranks have made so many steps."""
-    return min(steps[p] for p in ranks) >= least
+            steps.made(2 * p + 3)
+    steps.wait((root,), 2 * len(turns))
 
 
 def pieces_at_rest(rows: Sequence[Numbers], columns: Sequence[Numbers], n: int) -> list[tuple[int, int]]:

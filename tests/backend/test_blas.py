@@ -146,7 +146,7 @@ def test_a_read_only_sum_is_refused():
 @pytest.mark.parametrize("loops", [False, True], ids=["blas", "loop"])
 def test_a_matrix_is_read_once_for_products_from_both_sides(dtype, loops, tune, monkeypatch):
     tune(COMPILED_SIZE=1 if loops else 1 << 60)
-    monkeypatch.setattr(blas, "_threads", lambda: 1)
+    monkeypatch.setattr(blas, "blas_threads", lambda: 1)
     monkeypatch.setattr(blas, "CACHE", 40 * np.dtype(dtype).itemsize)
     rng = np.random.default_rng(5)
 
@@ -171,7 +171,7 @@ def test_of_a_hermitian_matrix_the_lower_triangle_is_read(dtype, loops, tune, mo
     if not blas.has_hermitian(np.dtype(dtype)):
         pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
     tune(COMPILED_SIZE=1 if loops else 1 << 60)
-    monkeypatch.setattr(blas, "_threads", lambda: 1)
+    monkeypatch.setattr(blas, "blas_threads", lambda: 1)
     rng = np.random.default_rng(6)
     for n, top in itertools.product((1, 2, 3, 4, 5, 8, 9, 14), (0, 1)):
         a = rng.integers(-9, 9, (n, n)).astype(dtype)
@@ -188,10 +188,10 @@ def test_of_a_hermitian_matrix_the_lower_triangle_is_read(dtype, loops, tune, mo
 @pytest.mark.parametrize("rows", [33, 64, 71])
 @pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
 def test_long_rows_meet_a_vector_in_a_loop(dtype, rows, given, tune, monkeypatch):
-    if blas._threads() is None or not compiled.available():
+    if blas.blas_threads() is None or not compiled.available():
         pytest.skip("cannot be had here: numba, and a NumPy with an OpenBLAS of its own")
     tune(COMPILED_SIZE=1, GEMV_STRIP=50, GEMV_ROW=50)
-    monkeypatch.setattr(blas, "_threads", lambda: 1)
+    monkeypatch.setattr(blas, "blas_threads", lambda: 1)
     rng = np.random.default_rng(3)
     x, both = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((rows, 51), (51, 2)))
     want = x @ both
@@ -207,14 +207,14 @@ def test_long_rows_meet_a_vector_in_a_loop(dtype, rows, given, tune, monkeypatch
 @pytest.mark.parametrize("rows", [33, 64, 67])
 @pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
 def test_long_rows_meet_a_vector_a_few_at_a_time(dtype, rows, given, tune, monkeypatch):
-    if blas._threads() is None:
+    if blas.blas_threads() is None:
         pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
     tune(GEMV_STRIP=8 * 50 * np.dtype(dtype).itemsize, GEMV_ROW=50 * np.dtype(dtype).itemsize)
     rng, matmul, calls = np.random.default_rng(3), np.matmul, []
     x, w = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((rows, 50), (50, 1)))
     monkeypatch.setattr(np, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k))
     for threads in (1, 2):
-        monkeypatch.setattr(blas, "_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(blas, "blas_threads", lambda threads=threads: threads)
         out = np.full((rows, 1), np.nan, dtype) if given else None
         y = blas.product(x, w, out)
         assert (y is out) == given
