@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, combinations, pairwise, permutations
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -40,6 +40,9 @@ SMALL = 256
 """Elements of sums below which no common memory is made for them."""
 SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
+
+NONE: Numbers = np.zeros(0, np.intp)
+NONE.setflags(write=False)
 
 
 class Deal:
@@ -113,7 +116,7 @@ class Deal:
 
     def columns(self, n: int) -> list[Numbers]:
         """Return for every grid column the numbers of its columns of n, in order."""
-        return dealt(n, self.size, self.C) + [np.zeros(0, np.intp)] * self._idle
+        return dealt(n, self.size, self.C) + [NONE] * self._idle
 
     def places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
         """Return what every rank has, from what every grid row and every grid column has.
@@ -132,8 +135,7 @@ class Deal:
 
     def spread(self, rows: Sequence[Numbers], columns: Sequence[Numbers], ranks: int) -> Places:
         """Return `places` for a grid of more ranks, of which the others have nothing."""
-        none = np.zeros(0, np.intp)
-        return self.places(rows, columns) + [(none, none)] * (ranks - len(self.coords))
+        return self.places(rows, columns) + [(NONE, NONE)] * (ranks - len(self.coords))
 
     def owner(self, k: int) -> tuple[int, int]:
         """Return the grid row and the grid column of row and column number k."""
@@ -351,8 +353,19 @@ def dealt(n: int, size: int, parts: int) -> list[Numbers]:
     >>> [each.tolist() for each in dealt(7, 2, 2)]
     [[0, 1, 4, 5], [2, 3, 6]]
     """
+    return list(_dealt(n, size, parts))
+
+
+@lru_cache(maxsize=256)
+def _dealt(n: int, size: int, parts: int) -> tuple[Numbers, ...]:
     numbers = np.arange(n)
-    return [numbers[numbers // size % parts == p] for p in range(parts)]
+    return tuple(_kept(numbers[numbers // size % parts == p]) for p in range(parts))
+
+
+def _kept(x: Numbers) -> Numbers:
+    """Return numbers that are kept for later calls, and so may not change."""
+    x.setflags(write=False)
+    return x
 
 
 def _parted(sizes: Mapping[str, int], shape: str) -> tuple[Cut, Cut]:
@@ -403,10 +416,21 @@ def _layered(sizes: Mapping[str, int], shape: str, depth: int) -> Cut:
 
 def resting(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Places, Cut]:
     """Return what every rank has of a matrix in a layout, and the axes along which ranks have the same."""
+    places, copies = _resting(layout, tuple(shape), tuple(sizes.items()))
+    return list(places), copies
+
+
+@lru_cache(maxsize=64)
+def _resting(layout: Layout, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Places, Cut]:
+    sizes = dict(axes)
     every = [layout.block(shape, sizes, at) for at in coordinates(tuple(sizes), sizes)]
     known: dict[range, Numbers] = {}
-    places = [tuple(known.setdefault(r, np.arange(r.start, r.stop)) for r in block) for block in every]
+    places = [tuple(known.setdefault(r, _kept(np.arange(r.start, r.stop))) for r in block) for block in every]
     return places, tuple(a for a, n in sizes.items() if n > 1 and a not in layout.cut_axes)  # type: ignore[return-value]
+
+
+Rectangle = tuple[np.ndarray, np.ndarray]
+"""Rows and columns of a matrix, by their places in it."""
 
 
 class _Part(NamedTuple):
@@ -468,6 +492,73 @@ def move(
         and all(np.array_equal(x, y) for x, y in zip(have[0], want[0], strict=True))
     ):
         return block.copy(order="C")
+    size = grid.size
+    routes = _routes_of(have, want, grid, copies, lower, on_host)
+    out = (xp.zeros if lower and cleared else xp.empty)(
+        (len(want[grid.rank][0]), len(want[grid.rank][1]) + more), block.dtype
+    )
+    for there, here in routes.stay:
+        _copy(out, there, block, here)
+    if size == 1:
+        return out
+    ends = routes.ends
+    most = (2, 0 if ends is None else int(ends[-1, -1].max(initial=0)))
+    with shared(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
+        for turn, (send, receive) in enumerate(routes.turns):
+            gave, got = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
+            if memory is None:
+                outbox, inbox = xp.empty(sum(gave), block.dtype), xp.empty(sum(got), block.dtype)
+                sources, targets = _cut(inbox, receive), _cut(outbox, send)
+            else:
+                room = memory[turn % 2]
+                to, of = ends[grid.rank, :, turn] - gave, ends[:, grid.rank, turn] - got
+                targets = chain.from_iterable(_cut(room[k:], [each]) for k, each in zip(to, send, strict=True))
+                sources = chain.from_iterable(_cut(room[k:], [each]) for k, each in zip(of, receive, strict=True))
+            for part, here in targets:
+                _copy(part, None, block, here)
+            if memory is None:
+                grid.everyone.all_to_all(outbox, gave, inbox, got)
+            else:
+                grid.everyone.count("all_to_all", sum(got), block.itemsize)
+                meet(grid.everyone)
+            for part, there in sources:
+                _copy(out, there, part, None)
+    return out
+
+
+class _Routes(NamedTuple):
+    """What a rank gives to the others and gets from them."""
+
+    stay: list[tuple[Rectangle, Rectangle]]
+    """The places, afterwards and before, of what it has and keeps."""
+    turns: list[tuple[list[list[Rectangle]], list[list[Rectangle]]]]
+    """For every turn the places of what it gives to each rank, and of what it gets from each."""
+    ends: Any
+    """For each pair of ranks and turn, where in common memory ends what goes from one to the other; None for none."""
+
+
+_known: dict[Any, tuple[_Routes, Any]] = {}
+"""The latest routes, by the identities of the numbers between which they are, with these numbers."""
+KNOWN = 16
+"""Routes that are kept: to find them takes as long as to copy a million elements."""
+
+
+def _routes_of(have: Places, want: Places, grid: Grid, copies: Cut, lower: int, on_host: bool) -> _Routes:
+    """Return the routes of `move`, which are kept for matrices that lie alike."""
+    numbers = [id(x) for places in (have, want) for both in places for x in both]
+    key = (tuple(numbers), tuple(grid.sizes.items()), grid.rank, copies, lower, on_host, tunables.TILES_MOVED)
+    if key in _known:
+        found, held = _known.pop(key)
+    else:
+        found, held = _routes(have, want, grid, copies, lower, on_host), (list(have), list(want))
+    if all(not x.flags.writeable for places in (have, want) for both in places for x in both):
+        _known[key] = found, held
+        while len(_known) > KNOWN:
+            del _known[next(iter(_known))]
+    return found
+
+
+def _routes(have: Places, want: Places, grid: Grid, copies: Cut, lower: int, on_host: bool) -> _Routes:
     me, size = grid.rank, grid.size
     at = [tuple(grid.coords_of(p)[a] for a in copies) for p in range(size)]
     memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -478,23 +569,21 @@ def move(
             memo[key] = _common(x, y)
         return memo[key]
 
-    gives, gets = ([_Part(*[np.zeros(0, np.intp)] * 4)] * size for _ in range(2))
+    gives, gets = ([_Part(*[NONE] * 4)] * size for _ in range(2))
     for p in range(size):
         if at[p] == at[me]:
             (rows, i, _), (columns, j, _) = (common(x, y) for x, y in zip(have[me], want[p], strict=True))
             gives[p] = _Part(rows, i, columns, j)
             (rows, _, i), (columns, _, j) = (common(x, y) for x, y in zip(have[p], want[me], strict=True))
             gets[p] = _Part(rows, i, columns, j)
-    out = (xp.zeros if lower and cleared else xp.empty)((len(want[me][0]), len(want[me][1]) + more), block.dtype)
-    for there, here in zip(gets[me].rectangles(lower), gives[me].rectangles(lower), strict=True):
-        _copy(out, there, block, here)
+    stay = list(zip(gets[me].rectangles(lower), gives[me].rectangles(lower), strict=True))
     if size == 1:
-        return out
-    gives[me] = gets[me] = _Part(*[np.zeros(0, np.intp)] * 4)
+        return _Routes(stay, [], None)
+    gives[me] = gets[me] = _Part(*[NONE] * 4)
     m, n = (1 + max((int(places[d].max()) for places in have if len(places[d])), default=-1) for d in range(2))
     width = max(1, size * tunables.TILES_MOVED // max(1, m))
     width = -(-width // lower) * lower if lower else width
-    ends: Any = None  # for each pair of ranks and turn, where in common memory ends what goes from one to the other
+    ends: Any = None
     if size <= FEW and on_host:
         amounts, step = np.zeros((size, size, -(-n // width)), np.int64), lower or width
         heights: dict[int, np.ndarray] = {}  # for each tile of columns, or turn: the rows of a part that travel
@@ -510,37 +599,19 @@ def move(
                 each = heights[id(rows)] * widths[id(columns)]
                 amounts[p, q] = np.add.reduceat(each, np.arange(0, len(each), width // step)) if len(each) else 0
         ends = amounts.reshape(size * size, -1).cumsum(axis=0).reshape(amounts.shape)
-    most = (2, 0 if ends is None else int(ends[-1, -1].max(initial=0)))
-    with shared(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
-        for turn, first in enumerate(range(0, n, width)):
-            send, receive = (
-                [part.between(first, first + width).rectangles(lower) for part in parts] for parts in (gives, gets)
-            )
-            gave, got = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
-            if memory is None:
-                outbox, inbox = xp.empty(sum(gave), block.dtype), xp.empty(sum(got), block.dtype)
-                sources, targets = _cut(inbox, receive), _cut(outbox, send)
-            else:
-                room = memory[turn % 2]
-                to, of = ends[me, :, turn] - gave, ends[:, me, turn] - got
-                targets = chain.from_iterable(_cut(room[k:], [each]) for k, each in zip(to, send, strict=True))
-                sources = chain.from_iterable(_cut(room[k:], [each]) for k, each in zip(of, receive, strict=True))
-            for part, here in targets:
-                _copy(part, None, block, here)
-            if memory is None:
-                grid.everyone.all_to_all(outbox, gave, inbox, got)
-            else:
-                grid.everyone.count("all_to_all", sum(got), block.itemsize)
-                meet(grid.everyone)
-            for part, there in sources:
-                _copy(out, there, part, None)
-    return out
+    turns = []
+    for first in range(0, n, width):
+        send, receive = (
+            [part.between(first, first + width).rectangles(lower) for part in parts] for parts in (gives, gets)
+        )
+        turns.append((send, receive))
+    return _Routes(stay, turns, ends)
 
 
 def _common(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the numbers that are in both, rising, and their places in each; no number is twice in one."""
     if not len(x) or not len(y):
-        return (np.zeros(0, np.intp),) * 3
+        return NONE, NONE, NONE
     place = np.full(1 + max(int(x.max()), int(y.max())), -1, np.intp)
     place[y] = np.arange(len(y))
     also = place[x]
@@ -550,10 +621,6 @@ def _common(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         order = np.argsort(numbers)
         at, numbers = at[order], numbers[order]
     return numbers, at, also[at]
-
-
-Rectangle = tuple[np.ndarray, np.ndarray]
-"""Rows and columns of a matrix, by their places in it."""
 
 
 def _cut(flat: Any, parts: Iterable[Iterable[Rectangle]]) -> Iterator[tuple[Any, Rectangle]]:
