@@ -19,7 +19,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, span_of
 from parlinalg.nn.cache import KeyValueCache
-from parlinalg.nn.checks import real, whole
+from parlinalg.nn.checks import placed, real, whole
 from parlinalg.nn.init import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
@@ -43,7 +43,7 @@ class Attention(Module):
     ----------
     hidden, heads : int
         The features of the residual stream, and the heads of the queries.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     kv_heads : int, optional
         The heads of keys and values, each shared by `heads / kv_heads` queries (Ainslie et al., GQA, 2023); by default
@@ -90,7 +90,7 @@ class Attention(Module):
     out: Linear
 
     def __init__(
-        self, hidden: int, heads: int, scheme: Scheme, grid: Grid, *, kv_heads: int | None = None,
+        self, hidden: int, heads: int, scheme: Scheme | str, grid: Grid, *, kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = True, out_bias: bool | None = None, causal: bool = False,
         window: int | None = None, rotary: Frequencies | None = None, dropout: float = 0.0, cross: bool = False,
         packed: bool = True, keep_scores: bool = False, dtype: DTypeLike = np.float32,
@@ -98,6 +98,7 @@ class Attention(Module):
         name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
+        scheme = placed(self, scheme, grid)
         kv_heads = heads if kv_heads is None else kv_heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ConfigError(f"{heads} heads do not share {kv_heads} heads of keys evenly; kv_heads divides heads")

@@ -13,6 +13,7 @@ from parlinalg.autograd.ops.rotary import Frequencies
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.attention import Attention
+from parlinalg.nn.checks import placed
 from parlinalg.nn.containers import MLP
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.module import Module
@@ -33,7 +34,7 @@ class TransformerBlock(Module):
     ----------
     hidden, heads, inner : int
         The features of the residual stream, the heads of attention, the features inside of the perceptron.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     kv_heads, head_dim : int, optional
         As of `Attention`.
@@ -71,7 +72,7 @@ class TransformerBlock(Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, inner: int, scheme: Scheme, grid: Grid, *, kv_heads: int | None = None,
+        self, hidden: int, heads: int, inner: int, scheme: Scheme | str, grid: Grid, *, kv_heads: int | None = None,
         head_dim: int | None = None, norm: str = "layer", eps: float = 1e-5, pre_norm: bool = True,
         activation: str = "gelu_tanh", bias: bool = True, attention_bias: bool | None = None,
         qkv_bias: bool | None = None, causal: bool = False, window: int | None = None,
@@ -84,6 +85,7 @@ class TransformerBlock(Module):
             raise ConfigError(f"a block's norm is 'layer' or 'rms', not {norm!r}")
         if recompute not in RECOMPUTED:
             raise ConfigError(f"recompute is None, 'attention' or 'block', not {recompute!r}")
+        scheme = placed(self, scheme, grid)
         make_norm = LayerNorm if norm == "layer" else RMSNorm
         out_bias = bias if attention_bias is None else attention_bias
         options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Numbers and flags that are given to models: errors that name them and say what they may be."""
+"""Arguments of layers and models: errors that name them and say what they may be."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.schemes import Scheme, as_scheme
 
 
 def whole(name: str, value: Any, least: int | None = 1) -> int:
@@ -33,3 +35,20 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise ConfigError(f"{name} is True or False, not {value!r}")
     return bool(value)
+
+
+def placed(layer: object, scheme: object, grid: object) -> Scheme:
+    """Return the scheme of a layer or model, which is given itself or by its name, on a grid that has its axes."""
+    name = type(layer).__name__
+    if not isinstance(grid, Grid):
+        raise ConfigError(f"{name}: grid is a Grid, such as that of a mesh (mesh.grid), not {grid!r:.60}")
+    try:
+        found = as_scheme(scheme)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not set(found.axes) <= set(grid.sizes):
+        raise ConfigError(
+            f"{name}: the scheme {found.name!r} is for a grid with the axes {', '.join(found.axes)}; this one has "
+            f"{', '.join(grid.sizes)}"
+        )
+    return found

@@ -13,7 +13,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn.activations import activation as activation_module
-from parlinalg.nn.checks import whole
+from parlinalg.nn.checks import placed, whole
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.init import Initializer
 from parlinalg.nn.layer import Layer
@@ -233,7 +233,7 @@ class MLP(Sequential):
     ----------
     sizes : sequence of int
         The features of the input, of each hidden layer, and of the output.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     activation : str
         As of `parlinalg.nn.activation`, such as "relu" or "gelu_tanh"; with a gated one, such as "swiglu", a hidden
@@ -254,13 +254,14 @@ class MLP(Sequential):
     """
 
     def __init__(
-        self, sizes: Sequence[int], scheme: Scheme, grid: Grid, activation: str = "relu", *, dropout: float = 0.0,
+        self, sizes: Sequence[int], scheme: Scheme | str, grid: Grid, activation: str = "relu", *, dropout: float = 0.0,
         bias: bool = True, head: bool = True, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
         seed: int | None = None,
     ) -> None:  # fmt: skip
         if len(sizes) < 2:
             raise ConfigError(f"an MLP needs the sizes of its input and its output at least, not {list(sizes)}")
         sizes = [whole("a size of an MLP", n) for n in sizes]
+        scheme = placed(self, scheme, grid)
         layers: list[Module] = []
         gated = activation_module(activation).gated
         for i, (n, m) in enumerate(pairwise(sizes)):

@@ -11,6 +11,7 @@ from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
+from parlinalg.nn.checks import placed
 from parlinalg.nn.init import Declared
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -23,7 +24,7 @@ class Embedding(Module):
     Parameters
     ----------
     vocabulary, hidden : int
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     std : float
         The standard deviation of the normal distribution the weights start from.
@@ -41,10 +42,11 @@ class Embedding(Module):
     weight: Parameter
 
     def __init__(
-        self, vocabulary: int, hidden: int, scheme: Scheme, grid: Grid, *, std: float = 0.02,
+        self, vocabulary: int, hidden: int, scheme: Scheme | str, grid: Grid, *, std: float = 0.02,
         dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
+        scheme = placed(self, scheme, grid)
         self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
         self.weight = Declared(  # type: ignore[assignment]
             (vocabulary, hidden),
@@ -83,12 +85,12 @@ class Positions(Module):
     weight: Parameter
 
     def __init__(
-        self, positions: int, hidden: int, scheme: Scheme, grid: Grid, *, std: float = 0.02,
+        self, positions: int, hidden: int, scheme: Scheme | str, grid: Grid, *, std: float = 0.02,
         dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         self.positions, self.hidden = positions, hidden
-        layout = Layout(None, scheme.residual.dims[-1])
+        layout = Layout(None, placed(self, scheme, grid).residual.dims[-1])
         self.weight = Declared(
             (positions, hidden), layout, grid, dtype_named(dtype), init.Normal(std), positions, hidden
         )  # type: ignore[assignment]

@@ -23,6 +23,7 @@ from parlinalg.moves import words
 from parlinalg.nn import init
 from parlinalg.nn.activations import activation as activation_module
 from parlinalg.nn.added_losses import add_loss, collecting
+from parlinalg.nn.checks import placed
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
@@ -66,7 +67,7 @@ class MixtureOfExperts(Module):
     ----------
     hidden, inner, experts : int
         Features of the residual stream and inside of an expert, and the number of experts.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     top_k : {1, 2}
         With two, their gates are divided by their sum; with one, the gate is the probability.
@@ -112,12 +113,13 @@ class MixtureOfExperts(Module):
     contract_bias: Parameter | None
 
     def __init__(
-        self, hidden: int, inner: int, experts: int, scheme: Scheme, grid: Grid, *, top_k: int = 2,
+        self, hidden: int, inner: int, experts: int, scheme: Scheme | str, grid: Grid, *, top_k: int = 2,
         capacity_factor: float | None = 1.25, axis: AxisSpec = None, activation: str = "gelu_tanh", bias: bool = True,
         aux_loss_coef: float = 0.01, z_loss_coef: float = 0.0, dtype: DTypeLike = np.float32,
         weight_init: Initializer | None = None, seed: int | None = None, name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
+        scheme = placed(self, scheme, grid)
         self.axis = as_cut(axis)
         check(experts, top_k, capacity_factor, self.axis, grid.sizes)
         self.hidden, self.inner, self.experts = hidden, inner, experts

@@ -15,7 +15,7 @@ from parlinalg.backend.kernels.images import Band, KernelWindows, Pair
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.nn import init
-from parlinalg.nn.checks import flag, whole
+from parlinalg.nn.checks import flag, placed, whole
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -33,7 +33,7 @@ class Conv2d(Module):
     in_channels, out_channels : int
     kernel_size : int or (int, int)
         Height and width.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     kind : {"expand", "contract"}
         Into a block or out of it: which of the scheme's two plans.
@@ -73,7 +73,7 @@ class Conv2d(Module):
     bias: Parameter | None
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size, scheme: Scheme, grid: Grid,
+        self, in_channels: int, out_channels: int, kernel_size: Size, scheme: Scheme | str, grid: Grid,
         kind: str = "expand", *, stride: Size = 1, padding: Padding = 0, dilation: Size = 1, groups: int = 1,
         bias: bool = True, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
         bias_init: Initializer = init.zeros, seed: int | None = None, name: str = "",
@@ -88,8 +88,8 @@ class Conv2d(Module):
                 "are multiples of the groups"
             )
         self.windows = _windows("a convolution", kernel_size, stride, padding, dilation)
-        self.scheme, self.kind, self.keep = scheme, kind, "xw"
-        self.plan = plan = scheme.convolution(kind)
+        self.scheme, self.kind, self.keep = placed(self, scheme, grid), kind, "xw"
+        self.plan = plan = self.scheme.convolution(kind)
         self.input_layout, self.output_layout = images_layout(plan.x), plan.y
         shape = (*self.windows.kernel, self.in_channels // self.groups, self.out_channels)
         area = math.prod(self.windows.kernel)

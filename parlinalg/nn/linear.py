@@ -14,7 +14,7 @@ from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut
 from parlinalg.nn import init
-from parlinalg.nn.checks import whole
+from parlinalg.nn.checks import placed, whole
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
@@ -31,7 +31,7 @@ class Linear(Module):
     ----------
     in_features, out_features : int or tuple of int
         A tuple is a group of dims, cut on the first of them: attention's heads are `(heads, 3 * head_dim)`.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     kind : {"expand", "contract"}
         Into a block or out of it: which of the scheme's two plans.
@@ -67,7 +67,7 @@ class Linear(Module):
     bias: Parameter | None
 
     def __init__(
-        self, in_features: Features, out_features: Features, scheme: Scheme, grid: Grid, kind: str = "expand", *,
+        self, in_features: Features, out_features: Features, scheme: Scheme | str, grid: Grid, kind: str = "expand", *,
         bias: bool = True, spread: Cut = (), shared: Cut = (), head: bool = False, dtype: DTypeLike = np.float32,
         weight_init: Initializer | None = None, bias_init: Initializer = init.zeros, seed: int | None = None,
         name: str = "",
@@ -75,7 +75,7 @@ class Linear(Module):
         super().__init__()
         self.spread, self.shared = spread, shared
         self.inputs, self.outputs = _dims("in", in_features), _dims("out", out_features)
-        self.scheme, self.kind, self.keep = scheme, kind, "xw"
+        self.scheme, self.kind, self.keep = placed(self, scheme, grid), kind, "xw"
         plan = self.plan(2)
         fans = math.prod(self.inputs), math.prod(self.outputs)
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))

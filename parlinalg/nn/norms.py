@@ -13,7 +13,7 @@ from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
-from parlinalg.nn.checks import flag, real, whole
+from parlinalg.nn.checks import flag, placed, real, whole
 from parlinalg.nn.init import Declared
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -25,7 +25,7 @@ class LayerNorm(Module):
     Parameters
     ----------
     hidden : int
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     eps : float
     bias : bool
@@ -43,12 +43,12 @@ class LayerNorm(Module):
     bias: Parameter | None
 
     def __init__(
-        self, hidden: int, scheme: Scheme, grid: Grid, eps: float = 1e-5, *, bias: bool = True,
+        self, hidden: int, scheme: Scheme | str, grid: Grid, eps: float = 1e-5, *, bias: bool = True,
         dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         self.hidden, self.eps = hidden, real("a norm's eps", eps)
-        layout = Layout(scheme.residual.dims[-1])
+        layout = Layout(placed(self, scheme, grid).residual.dims[-1])
         self.weight = Declared((hidden,), layout, grid, dtype_named(dtype), init.ones)  # type: ignore[assignment]
         if bias:
             self.bias = Declared((hidden,), layout, grid, dtype_named(dtype), init.zeros)  # type: ignore[assignment]
@@ -74,11 +74,11 @@ class RMSNorm(Module):
     weight: Parameter
 
     def __init__(
-        self, hidden: int, scheme: Scheme, grid: Grid, eps: float = 1e-6, *, dtype: DTypeLike = np.float32
+        self, hidden: int, scheme: Scheme | str, grid: Grid, eps: float = 1e-6, *, dtype: DTypeLike = np.float32
     ) -> None:
         super().__init__()
         self.hidden, self.eps = hidden, real("a norm's eps", eps)
-        layout = Layout(scheme.residual.dims[-1])
+        layout = Layout(placed(self, scheme, grid).residual.dims[-1])
         self.weight = Declared((hidden,), layout, grid, dtype_named(dtype), init.ones)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class BatchNorm1d(Module):
     Parameters
     ----------
     channels : int
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     kind : {"contract", "expand"}
         The kind of the layer before it, whose output it takes: the residual stream, or what is inside of a block.
@@ -139,7 +139,7 @@ class BatchNorm1d(Module):
     shapes = "[batch, channels] or [batch, length, channels]"
 
     def __init__(
-        self, channels: int, scheme: Scheme, grid: Grid, kind: str = "contract", *, eps: float = 1e-5,
+        self, channels: int, scheme: Scheme | str, grid: Grid, kind: str = "contract", *, eps: float = 1e-5,
         momentum: float | None = 0.1, affine: bool = True, track_running_stats: bool = True,
         dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
@@ -148,7 +148,7 @@ class BatchNorm1d(Module):
         self.momentum = None if momentum is None else real("a batch norm's momentum", momentum)
         self.tracks = flag("track_running_stats", track_running_stats)
         self.kind = kind
-        layout, given = Layout(scheme.images(kind).dims[-1]), dtype_named(dtype)
+        layout, given = Layout(placed(self, scheme, grid).images(kind).dims[-1]), dtype_named(dtype)
         shape, wide = (self.channels,), work_dtype(given)
         self.weight = self.bias = self.running_mean = self.running_var = self.num_batches_tracked = None
         if flag("affine", affine):

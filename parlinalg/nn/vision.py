@@ -12,6 +12,7 @@ from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
+from parlinalg.nn.checks import placed
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
@@ -29,7 +30,7 @@ class PatchEmbedding(Module):
     image_size, patch_size : int or (int, int)
         Height and width; the image's are multiples of the patch's.
     channels, hidden : int
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     dtype : dtype
     std : float
@@ -51,10 +52,11 @@ class PatchEmbedding(Module):
     class_token: Parameter
 
     def __init__(
-        self, image_size: Size, patch_size: Size, channels: int, hidden: int, scheme: Scheme, grid: Grid, *,
+        self, image_size: Size, patch_size: Size, channels: int, hidden: int, scheme: Scheme | str, grid: Grid, *,
         std: float = 0.02, dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
+        scheme = placed(self, scheme, grid)
         self.image, self.patch, self.channels, self.scheme = _pair(image_size), _pair(patch_size), channels, scheme
         if any(p < 1 or n % p for n, p in zip(self.image, self.patch, strict=True)):
             raise ConfigError(
@@ -90,7 +92,7 @@ class Classifier(Module):
     Parameters
     ----------
     hidden, classes : int
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     pool : {"first", "mean"}
     bias : bool
@@ -108,13 +110,13 @@ class Classifier(Module):
     """
 
     def __init__(
-        self, hidden: int, classes: int, scheme: Scheme, grid: Grid, pool: str = "first", *, bias: bool = True,
+        self, hidden: int, classes: int, scheme: Scheme | str, grid: Grid, pool: str = "first", *, bias: bool = True,
         dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if pool not in ("first", "mean"):
             raise ConfigError(f"a classifier's pool is 'first' or 'mean', not {pool!r}")
-        self.pool = pool
+        self.pool, scheme = pool, placed(self, scheme, grid)
         self.head = Linear(
             hidden, classes, scheme, grid, "expand", bias=bias, head=True, dtype=dtype, weight_init=weight_init
         )

@@ -19,7 +19,7 @@ from parlinalg.schemes.shapes import NeedsShape, listed_sizes
 from parlinalg.schemes.words import product_words, scheme_words, table_of_schemes, table_row
 
 __all__ = [
-    "Scheme", "SchemeFile", "adapted", "bias", "table_row", "discover", "for_mode", "modes", "modes_for",
+    "Scheme", "SchemeFile", "adapted", "as_scheme", "bias", "table_row", "discover", "for_mode", "modes", "modes_for",
     "product_words", "scheme_words", "shared", "spread_axes", "table_of_schemes",
 ]  # fmt: skip
 
@@ -81,6 +81,30 @@ def for_mode(mode: str | None, **options: object) -> SchemeFile:
             right = f"it may be {listed_sizes([repr(v) for v in values])}" if values else "leave it out"
             raise ConfigError(f"mode {mode!r} does not have {name}={value!r}: {right}")
     return next(f for f in files if all(f.OPTIONS.get(k, v) == v for k, v in wanted.items()))
+
+
+def as_scheme(given: object) -> Scheme:
+    """Return a scheme that is given itself, or by its name: a mode, or a name that `discover` lists.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither; the message lists the names.
+
+    >>> as_scheme("2d").axes
+    ('r', 'c')
+    """
+    if isinstance(given, Scheme):
+        return given
+    if isinstance(given, str):
+        if given in _files():
+            return _files()[given].SCHEME
+        if given in modes():
+            return for_mode(given).SCHEME
+    raise ConfigError(
+        "a scheme is that of a mesh (mesh.scheme), or a name: "
+        f"{listed_sizes([repr(n) for n in sorted({*_files(), *modes()})])}; not {given!r}"
+    )
 
 
 def modes_for(size: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -135,6 +138,63 @@ def test_an_activation_of_ones_own_serves_models_by_its_name(monkeypatch):
         assert any(isinstance(m, SquaredReLU) for m in model.modules())
         with pytest.raises(pla.ConfigError, match=r"hidden_act is one of .*'squared_relu'.*, not 'cubed'"):
             nn.GPT(**SIZES, scheme=SERIAL, grid=grid, hidden_act="cubed")
+
+
+#: The arguments before `scheme` and `grid`, of every layer and model that takes them.
+PLACED = {
+    "Attention": (6, 2),
+    "BatchNorm1d": (4,),
+    "BatchNorm2d": (4,),
+    "BertEncoder": {"type_vocab_size": 2},
+    "Classifier": (6, 5),
+    "Conv2d": (3, 4, 3),
+    "Embedding": (5, 6),
+    "GPT": {"num_local_experts": 2},
+    "LayerNorm": (6,),
+    "Linear": (6, 5),
+    "Llama": {"intermediate_size": 4},
+    "MLP": ((6, 5, 4),),
+    "Mixtral": {"intermediate_size": 4},
+    "MixtureOfExperts": (6, 5, 2),
+    "PatchEmbedding": ((4, 6), 2, 3, 6),
+    "Positions": (5, 6),
+    "RMSNorm": (6,),
+    "ResNet": ("basic", (1,)),
+    "TransformerBlock": (6, 2, 8),
+    "ViT": {"image_size": 4, "patch_size": 2},
+}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", PLACED)
+def test_schemes_by_name(name):
+    """A scheme is itself or its name; another value, or a grid without its axes, is said at once."""
+    arguments, kind = PLACED[name], getattr(nn, name)
+    if isinstance(arguments, dict):
+        sizes = {k: v for k, v in SIZES.items() if name != "ViT" or k.startswith(("hidden", "num"))}
+        arguments, options = (), sizes | arguments
+    else:
+        options = {}
+    with Grid({"r": 1, "c": 1}) as grid:
+        made = kind(*arguments, scheme="2d", grid=grid, **options).initialize(1)
+        same = kind(*arguments, scheme=schemes.for_mode("2d").SCHEME, grid=grid, **options).initialize(1)
+        assert repr(made) == repr(same)
+        assert getattr(made, "scheme", None) == getattr(same, "scheme", None)
+        assert [p.layout for p in made.parameters()] == [p.layout for p in same.parameters()]
+        for wrong in ("summa", None, schemes.for_mode("2d")):
+            with pytest.raises(pla.ConfigError, match=f"^{name}: a scheme is .*'2d'.*; not .*{str(wrong)[:9]}"):
+                kind(*arguments, scheme=wrong, grid=grid, **options)
+        with pytest.raises(pla.ConfigError, match=f"^{name}: the scheme '1d' is for a grid with the axes t; .* r, c$"):
+            kind(*arguments, scheme="1d", grid=grid, **options)
+        with pytest.raises(pla.ConfigError, match=f"^{name}: grid is a Grid, .*, not None"):
+            kind(*arguments, scheme="2d", grid=None, **options)
+
+
+@pytest.mark.serial
+def test_all_that_take_schemes_are_listed():
+    modules = [k for k in map(partial(getattr, nn), nn.__all__) if isinstance(k, type) and issubclass(k, nn.Module)]
+    takes = [k.__name__ for k in modules if any("scheme" in inspect.signature(c).parameters for c in k.__mro__[:-1])]
+    assert sorted(PLACED) == sorted(takes)
 
 
 @pytest.mark.serial

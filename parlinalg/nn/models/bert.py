@@ -59,7 +59,7 @@ class BertEncoder(Transformer, Pretrained):
         num_hidden_layers: int = 12, num_attention_heads: int = 12, intermediate_size: int = 3072,
         type_vocab_size: int = 2, hidden_act: str = "gelu", hidden_dropout_prob: float = 0.0,
         attention_probs_dropout_prob: float = 0.0, layer_norm_eps: float = 1e-12, initializer_range: float = 0.02,
-        scheme: Scheme, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
+        scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
         config: dict[str, Any] = {

@@ -52,8 +52,8 @@ class CausalModel(Transformer, Pretrained):
     """
 
     def __init__(
-        self, config: Mapping[str, Any], unknown: Mapping[str, Any], scheme: Scheme, grid: Grid, dtype: DTypeLike, *,
-        learned_positions: bool,
+        self, config: Mapping[str, Any], unknown: Mapping[str, Any], scheme: Scheme | str, grid: Grid,
+        dtype: DTypeLike, *, learned_positions: bool,
     ) -> None:  # fmt: skip
         super().__init__(config, unknown, scheme, grid, dtype)
         vocabulary, hidden = self.config["vocab_size"], self.config["hidden_size"]

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
-from parlinalg.nn.checks import whole
+from parlinalg.nn.checks import placed, whole
 from parlinalg.nn.experts import perceptrons
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.models.transformer import activation
@@ -43,7 +43,7 @@ class GPT(CausalModel):
         Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
     expert_axis : str, tuple of str or None
         The axes that cut the experts; "auto": "data" where the grid has it, else none.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     dtype : dtype
     seed : int, optional
@@ -74,9 +74,10 @@ class GPT(CausalModel):
         layer_norm_eps: float = 1e-5, initializer_range: float = 0.02, tie_word_embeddings: bool = True,
         num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
         capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
-        scheme: Scheme, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
+        scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
+        scheme = placed(self, scheme, grid)
         hidden_size = whole("GPT: hidden_size", hidden_size)
         config: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings, "hidden_size": hidden_size,

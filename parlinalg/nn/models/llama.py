@@ -14,7 +14,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
-from parlinalg.nn.checks import real
+from parlinalg.nn.checks import placed, real
 from parlinalg.nn.experts import perceptrons
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.norms import RMSNorm
@@ -65,9 +65,10 @@ class Llama(CausalModel):
         attention_bias: bool = False, mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0,
         embd_pdrop: float = 0.0, initializer_range: float = 0.02, tie_word_embeddings: bool = False,
         num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
-        capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto", scheme: Scheme, grid: Grid,
+        capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto", scheme: Scheme | str, grid: Grid,
         dtype: DTypeLike = np.float32, seed: int | None = None, recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
+        scheme = placed(self, scheme, grid)
         theta = real("Llama: rope_theta", rope_theta, above=True)
         scaling = llama.rope_scaling("Llama: rope_scaling", rope_scaling)
         if rope_scaling is not None and rope_scaling.get("rope_theta", theta) != theta:

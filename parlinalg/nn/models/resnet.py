@@ -16,7 +16,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
-from parlinalg.nn.checks import flag, whole
+from parlinalg.nn.checks import flag, placed, whole
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.images import AdaptiveAvgPool2d, Conv2d, MaxPool2d
 from parlinalg.nn.layer import Layer
@@ -41,7 +41,7 @@ class ResNet(Module):
         Channels of the first blocks.
     small_images : bool
         Begin with a convolution of 3 × 3 in place of 7 × 7 with stride 2 and max pooling, as for images of 32 × 32.
-    scheme : Scheme
+    scheme : Scheme or str
     grid : Grid
     dtype : dtype
     seed : int, optional
@@ -71,7 +71,8 @@ class ResNet(Module):
 
     def __init__(
         self, block: str, blocks: Sequence[int], num_classes: int = 1000, *, channels: int = 3, width: int = 64,
-        small_images: bool = False, scheme: Scheme, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
+        small_images: bool = False, scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32,
+        seed: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         kinds = {"basic": BasicBlock, "bottleneck": Bottleneck}
@@ -81,7 +82,7 @@ class ResNet(Module):
         if not counts:
             raise ConfigError("a ResNet's blocks are numbers, such as (2, 2, 2, 2), not none at all")
         kind, classes = kinds[block], whole("a ResNet's num_classes", num_classes)
-        self.scheme, self.grid, self.dtype = scheme, grid, dtype_named(dtype)
+        self.scheme, self.grid, self.dtype = placed(self, scheme, grid), grid, dtype_named(dtype)
         self.channels, self.width = whole("a ResNet's channels", channels), whole("a ResNet's width", width)
         here: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": self.dtype}
         small = flag("small_images", small_images)
@@ -199,11 +200,12 @@ class _Block(Module):
     kernels: tuple[int, ...]
 
     def __init__(
-        self, channels: int, width: int, stride: int, *, scheme: Scheme, grid: Grid, dtype: np.dtype[Any]
+        self, channels: int, width: int, stride: int, *, scheme: Scheme | str, grid: Grid, dtype: np.dtype[Any]
     ) -> None:  # fmt: skip
         super().__init__()
         here: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": dtype}
-        self.stride, self.depth, self.residual = stride, len(self.kernels), scheme.images("contract")
+        self.stride, self.depth = stride, len(self.kernels)
+        self.residual = placed(self, scheme, grid).images("contract")
         wide, strided = channels, self.kernels.index(3)
         for i, size in enumerate(self.kernels):
             out, kind = width * (self.expansion if i == self.depth - 1 else 1), "contract" if i % 2 else "expand"
@@ -252,8 +254,8 @@ class Bottleneck(_Block):
 
 
 def conv(
-    channels: int, out: int, size: int, kind: str, *, stride: int = 1, padding: int = 0, scheme: Scheme, grid: Grid,
-    dtype: np.dtype[Any],
+    channels: int, out: int, size: int, kind: str, *, stride: int = 1, padding: int = 0, scheme: Scheme | str,
+    grid: Grid, dtype: np.dtype[Any],
 ) -> Conv2d:  # fmt: skip
     """Return a convolution without bias that starts as those of He et al. do."""
     start = init.Normal(math.sqrt(2 / (out * size**2)))

@@ -17,7 +17,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
 from parlinalg.nn.activations import hidden_acts
-from parlinalg.nn.checks import flag, real, whole
+from parlinalg.nn.checks import flag, placed, real, whole
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.layer import Layer
@@ -51,10 +51,11 @@ class Transformer(Module):
     dtype: np.dtype[Any]
 
     def __init__(
-        self, config: Mapping[str, Any], unknown: Mapping[str, Any], scheme: Scheme, grid: Grid, dtype: DTypeLike
+        self, config: Mapping[str, Any], unknown: Mapping[str, Any], scheme: Scheme | str, grid: Grid, dtype: DTypeLike
     ) -> None:  # fmt: skip
         super().__init__()
         refuse(type(self), unknown)
+        scheme = placed(self, scheme, grid)
         self.config = checked(type(self).__name__, config)
         self.scheme, self.grid = scheme, grid
         self.dtype = floating(type(self).__name__, dtype)

@@ -54,7 +54,7 @@ class Pretrained(Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | os.PathLike[str], scheme: Scheme, grid: Grid, dtype: DTypeLike | None = None, *,
+        cls, folder: str | os.PathLike[str], scheme: Scheme | str, grid: Grid, dtype: DTypeLike | None = None, *,
         seed: int = 0, **changes: Any,
     ) -> Self:  # fmt: skip
         """The model of a folder that Hugging Face's `save_pretrained`, or ours, has written; in evaluation mode.
@@ -65,7 +65,7 @@ class Pretrained(Module):
         Parameters
         ----------
         folder : path
-        scheme : Scheme
+        scheme : Scheme or str
         grid : Grid
         dtype : dtype, optional
             The dtype of the model; by default that of the weights in the folder.
@@ -86,8 +86,8 @@ class Pretrained(Module):
 
     @classmethod
     def declared_by(
-        cls, folder: str | os.PathLike[str], scheme: Scheme, grid: Grid, comm: Comm, dtype: DTypeLike | None = None,
-        **changes: Any,
+        cls, folder: str | os.PathLike[str], scheme: Scheme | str, grid: Grid, comm: Comm,
+        dtype: DTypeLike | None = None, **changes: Any,
     ) -> tuple[Self, Callable[[Declared, str], DistArray]]:  # fmt: skip
         """The model of a folder without values, and what `initialize` makes them by; no weight is read yet.
 
