@@ -42,16 +42,20 @@ class Parameter(Tensor):
         count matrices, and of dims after them that are inputs; the others are outputs.  None: it is none, such as an
         embedding, a norm, a bias, or the weights of a head.  A layer says so of its parameters; by default those of two
         dims are one, of (0, 1).
+    relatives : sequence of str
+        The names of all parameters of the model, where this rank has made those of some of its modules alone, such as
+        of a stage of a pipeline.
     writes : int
         How often the value was written to in place, but for an optimizer's updates; see `written`.
     """
 
-    __slots__ = ("matrix", "name", "reducer", "storage", "writes")
+    __slots__ = ("matrix", "name", "reducer", "relatives", "storage", "writes")
 
     def __init__(self, data: DistArray, name: str = "", requires_grad: bool = True) -> None:
         self.name = name
         self.reducer: Reducer | None = None
         self.storage = ParameterStorage()
+        self.relatives: Sequence[str] = ()
         self.writes = 0
         self.matrix: tuple[int, int] | None = (0, 1) if data.ndim == 2 else None
         super().__init__(data, requires_grad)

@@ -20,7 +20,7 @@ from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import worlds
 from parlinalg.nn.foreign import Names, foreign
-from parlinalg.nn.init import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer, is_buffer
 from parlinalg.nn.recompute import recomputed
 from parlinalg.random.counter import check_seed
 from parlinalg.state_dict import check_arrays
@@ -276,6 +276,7 @@ class Module:
 
         self._check_containers()
         wanted = None if only is None else {id(module) for module in only}
+        names = () if only is None else self.parameter_names()
         check_seed(seed)
         self._check_memory(wanted)
         for name, module in self.named_modules(prefix):
@@ -294,9 +295,14 @@ class Module:
                 else:
                     kind = Buffer if held.buffer else Parameter
                     parameter = kind(made(held, qualified), qualified)
-                    parameter.matrix = held.matrix
+                    parameter.matrix, parameter.relatives = held.matrix, names
                     module._parameters[own] = parameter
         return self
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """Return the qualified names of all parameters, also of those without values."""
+        held = ((_join(name, own), p) for name, m in self.named_modules() for own, p in m._parameters.items())
+        return tuple(name for name, p in held if not is_buffer(p))
 
     def _check_memory(self, wanted: Collection[int] | None) -> None:
         """Raise a ConfigError if this rank has too little memory for the values of modules of these identities."""

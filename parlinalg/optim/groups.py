@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar, overload
 
 from parlinalg.autograd import Parameter
@@ -12,6 +13,7 @@ from parlinalg.errors import ConfigError
 
 Value = TypeVar("Value")
 Group = dict[str, Any]
+SHOWN = 6
 
 
 class Option(Generic[Value]):
@@ -154,7 +156,7 @@ def decay_groups(
         raise ConfigError(f"no_decay is a list of parts of names, such as [{no_decay!r}], not a string")
     decayed: list[Parameter] = []
     others: list[Parameter] = []
-    for name, p in _named(parameters):
+    for name, p in with_names(parameters):
         if no_decay is None:
             out = name.endswith("bias") or p.ndim < 2
         else:
@@ -200,17 +202,44 @@ def matrix_groups(
     >>> [([p.name for p in g["params"]], g["matrices"], g["lr"]) for g in optimizer.param_groups]
     [(['0.weight'], True, 0.02), (['0.bias', '2.weight', '2.bias'], False, 0.001)]
     """
-    if isinstance(adamw, str):
-        raise ConfigError(f"adamw is a list of parts of names, such as [{adamw!r}], not a string")
+    named = with_names(parameters)
+    groups = split_matrices(named, adamw=adamw, adamw_lr=adamw_lr, **options)
+    check_patterns("adamw", adamw, named)
+    return groups
+
+
+def split_matrices(
+    named: Sequence[tuple[str, Parameter]], *, adamw: Sequence[str], adamw_lr: float | None, **options: Any
+) -> list[Group]:  # fmt: skip
+    """Return the two groups of `matrix_groups`, of parameters with their names."""
+    if isinstance(adamw, str) or not all(isinstance(each, str) for each in adamw):
+        right = [adamw] if isinstance(adamw, str) else ["embedding"]
+        raise ConfigError(f"adamw is a list of parts of names, such as {right}, not {adamw!r}")
     matrices: list[Parameter] = []
     others: list[Parameter] = []
-    for name, p in _named(parameters):
+    for name, p in named:
         (matrices if p.matrix is not None and not _matches(name, adamw) else others).append(p)
     second = dict(options) if adamw_lr is None or "lr" in options else {**options, "lr": adamw_lr}
     return [{"params": matrices, "matrices": True, **options}, {"params": others, "matrices": False, **second}]
 
 
-def _named(parameters: Any) -> list[tuple[str, Parameter]]:
+def check_patterns(option: str, patterns: Sequence[str], named: Sequence[tuple[str, Parameter]]) -> None:
+    """Raise a ConfigError if one of these parts of names and patterns matches no parameter.
+
+    The parameters are those given and, in a pipeline, those of the other stages too.
+    """
+    relatives = {id(p.relatives): p.relatives for _, p in named}
+    names = dict.fromkeys(chain(*relatives.values(), (name for name, _ in named)))
+    for pattern in patterns:
+        if not any(_matches(name, [pattern]) for name in names):
+            shown, more = ", ".join(map(repr, [*names][:SHOWN])), len(names) - SHOWN
+            raise ConfigError(
+                f"{option} has {pattern!r}, which is in no parameter's name; the names are {shown or 'none'}"
+                f"{f' and {more} more' if more > 0 else ''}"
+            )
+
+
+def with_names(parameters: Any) -> list[tuple[str, Parameter]]:
     """Return parameters with their qualified names, from a module, or from parameters or pairs."""
     given = parameters.named_parameters() if hasattr(parameters, "named_parameters") else ordered(parameters)
     pairs = [(_parameter(item), item) for item in given]

@@ -13,7 +13,7 @@ from parlinalg.backend.kernels import optimizers
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.optim.flat import Entry, Run, segments, states_of
-from parlinalg.optim.groups import Option, matrix_groups, ordered
+from parlinalg.optim.groups import Option, check_patterns, ordered, split_matrices, with_names
 from parlinalg.optim.matrices import Matrix, matrices_of, split_of
 from parlinalg.optim.optimizer import Optimizer, check_moments
 
@@ -52,28 +52,33 @@ class Matrixwise(Optimizer):
         self, parameters: Iterable[Any], lr: float, weight_decay: float, *, adamw: Sequence[str],
         adamw_lr: float | None, **options: Any,
     ) -> None:  # fmt: skip
-        self._split = partial(matrix_groups, adamw=adamw, adamw_lr=adamw_lr)
+        self._split = partial(split_matrices, adamw=adamw, adamw_lr=adamw_lr)
         self._keys: dict[tuple[int, str], Key] = {}
         if not isinstance(parameters, Mapping | Parameter) and not hasattr(parameters, "named_parameters"):
-            parameters = self._groups(ordered(parameters))
+            parameters, named = self._groups(ordered(parameters))
+            check_patterns("adamw", adamw, named)
         super().__init__(parameters, lr, weight_decay, matrices=True, **options)
 
-    def _groups(self, given: Sequence[Any]) -> list[Any]:
-        """Return groups that all say whether they are matrices."""
+    def _groups(self, given: Sequence[Any]) -> tuple[list[Any], list[tuple[str, Parameter]]]:
+        """Return groups that all say whether they are matrices, and the parameters that are split here."""
         if not any(isinstance(item, Mapping) for item in given):
-            return self._split(given)
+            named = with_names(given)
+            return self._split(named), named
         found: list[Any] = []
+        split: list[tuple[str, Parameter]] = []
         for item in given:
             if not isinstance(item, Mapping) or "matrices" in item or "params" not in item:
                 found.append(item)  # what is wrong with a group is said where all groups are checked
                 continue
             options = {name: value for name, value in item.items() if name not in ("params", "param_names")}
             held = [item["params"]] if isinstance(item["params"], Parameter) else item["params"]
-            found += self._split(held, **options)
-        return found
+            named = with_names(held)
+            found += self._split(named, **options)
+            split += named
+        return found, split
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
-        for part in self._groups([group]):
+        for part in self._groups([group])[0]:
             super().add_param_group(part)
         self.check_matrices()
 

@@ -209,6 +209,7 @@ class PipelineModel(Module):
             )
         self.grid = grid
         self.scheme = getattr(full_model, "scheme", None)
+        self._tell_names()
 
     @property
     def stage_numbers(self) -> tuple[int, ...]:
@@ -290,7 +291,19 @@ class PipelineModel(Module):
         """Make the values of this rank's stages: those that the whole model has with this seed."""
         self.name, self.seed = prefix, seed
         self.full_model.initialize(seed, prefix, values, self._own if only is None else only)
+        self._tell_names()
         return self
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """Return the names of all parameters of the whole model."""
+        return tuple(name for name, held in self.inventory.items() if not held.buffer)
+
+    def _tell_names(self) -> None:
+        """Tell the parameters of this rank's stages the names of those of all stages."""
+        names = self.parameter_names()
+        for held in (p for module in self._own for p in module._parameters.values()):
+            if isinstance(held, Parameter):
+                held.relatives = names
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return all parameters and buffers of the whole model by name as global NumPy arrays, on every rank.

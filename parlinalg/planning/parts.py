@@ -384,7 +384,7 @@ class _Run:
         self.held: Module = ModuleList(own)
         self.parameters = list(self.held.parameters())
         self.reducer = reducer_for(config, mesh.grid, self.held) if self.parameters else None
-        self.optimizer = optimizer_for(config, None, self.parameters, mesh.grid)
+        self.optimizer = optimizer_for(config, None, self.parameters, model, mesh.grid)
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None

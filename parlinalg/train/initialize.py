@@ -120,7 +120,7 @@ def initialize(
     parameters = list(model.parameters())
     if all(p.reducer is None for p in parameters):
         reducer_for(config, grid, model)
-    made_optimizer = optimizer_for(config, optimizer, parameters, grid)
+    made_optimizer = optimizer_for(config, optimizer, parameters, model, grid)
     _check_alike(world, grid, model, made_optimizer)
     _check_precision(config, model)
     accumulate = 1 if model.in_stages else config.gradient_accumulation
@@ -283,10 +283,13 @@ def _inventory(model: Any) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------- gradients and steps
 def _optimizer_of(
-    make: Callable[[Sequence[Parameter]], Optimizer], parameters: Sequence[Parameter], grid: Grid
+    make: Callable[[Sequence[Parameter]], Optimizer], parameters: Sequence[Parameter], model: Module, grid: Grid
 ) -> Optimizer:  # fmt: skip
     """Return the optimizer of these parameters; of a stage without any, such as one of an activation, one of none."""
-    own = parameters or [Parameter(zeros((0,), grid, Layout(None), np.float32), "none")]
+    own = parameters
+    if not own:
+        own = [Parameter(zeros((0,), grid, Layout(None), np.float32), "none")]
+        own[0].relatives = model.parameter_names()
     optimizer = make(own)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -349,12 +352,15 @@ def _not_yet(optimizer: Optimize, why: str) -> None:
         )
 
 
-def optimizer_for(config: TrainingConfig, optimizer: Optimize, parameters: list[Parameter], grid: Grid) -> Optimizer:
+def optimizer_for(
+    config: TrainingConfig, optimizer: Optimize, parameters: list[Parameter], model: Module, grid: Grid
+) -> Optimizer:  # fmt: skip
+    """Return the optimizer of these parameters of a model: one given, made by a callable, or the configuration's."""
     if optimizer is None:
         more = {} if config.precision.dtype is None else {"master": config.dtype}
-        return _optimizer_of(lambda own: make_optimizer(config.optimizer, own, **more), parameters, grid)
+        return _optimizer_of(lambda own: make_optimizer(config.optimizer, own, **more), parameters, model, grid)
     if not isinstance(optimizer, Optimizer):
-        optimizer = _optimizer_of(optimizer, parameters, grid)
+        optimizer = _optimizer_of(optimizer, parameters, model, grid)
     known = {id(p) for p in parameters}
     strange = next((p for p in optimizer.parameters if id(p) not in known), None)
     if strange is not None:

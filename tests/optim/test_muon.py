@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import tracemalloc
 from contextlib import nullcontext
 
@@ -399,6 +400,46 @@ def test_a_pipeline_makes_the_steps_of_one_rank(world, folder, backend):
     more = {"schedule": {"name": "1f1b", "microbatches": 2}, "zero": 1 if world.size > 2 else 0}
     found = losses(world, {**CONFIG, "parallel": parallel, **more}, backend, folder)
     np.testing.assert_allclose(found, want, rtol=1e-12)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", ["muon", "shampoo", "soap"])
+def test_patterns_that_match_no_parameter(world, folder, backend, kind):
+    """A pattern for AdamW is in some name of the whole model, on whichever stage; the others are said on all ranks."""
+    stages = min(world.size, 2)
+    more = {"parallel": {"pipeline": stages, "data": world.size // stages}, "model": {"name": "mlp", "hidden": (13,)}}
+    if stages > 1:
+        more["parallel"]["pipeline"] = {"size": 2, "partition": (1, 2)}  # the second begins with an activation
+
+    def groups(*adamw):
+        config = {**CONFIG, **more, "optimizer": {"name": kind, "adamw": adamw, "no_decay": True}}
+        with launch(config, world, backend) as mesh:
+            groups = Training(mesh, folder).optimizer.param_groups
+            return mesh.rank("pipeline"), [p.name for group in groups for p in group["params"] if group["matrices"]]
+
+    assert groups("0.w")[1] == []
+    stage, matrices = groups("0.bias")
+    assert matrices == ([] if stage else ["0.weight"])
+    for wrong in ("nosuch", "*.w"):
+        with pytest.raises(pla.ConfigError, match=rf"{re.escape(repr(wrong))}.* are '0.weight', .*'2.bias'"):
+            groups("0.w", wrong)
+
+
+@pytest.mark.serial
+def test_patterns_of_a_list_of_parameters():
+    with pla.Grid({"one": 1}) as grid:
+        model = nn.MLP((3, 4, 5, 6, 7), "serial", grid, seed=1)
+        for made in (optim.matrix_groups, optim.Muon):
+            given = list(model.parameters()) if made is optim.Muon else model
+            says = "adamw has 'embedding', which is in no parameter's name; the names are .*'4.bias' and 2 more$"
+            with pytest.raises(pla.ConfigError, match=says):
+                made(given, adamw=["0.", "embedding"])
+            for wrong in ("0.", [3]):
+                with pytest.raises(pla.ConfigError, match="adamw is a list of parts of names, such as"):
+                    made(given, adamw=wrong)
+        some = optim.Muon([{"params": [model[0].weight]}, {"params": iter([model[2].weight])}], adamw=["2."])
+        assert [len(g["params"]) for g in some.param_groups] == [1, 0, 0, 1]
+        some.add_param_group({"params": [model[4].weight]})
 
 
 TEXT = (
