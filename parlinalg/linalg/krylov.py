@@ -506,6 +506,11 @@ def minres(
 
     Arguments and results are those of `cg`; with M, residuals are measured as (rᴴ M r)½.  A step takes one product and
     two all-reduces of one number.
+
+    A singular matrix may have no solution for b.  Then `info` is -1, if not for other systems the number of iterations,
+    and x is a least-squares solution, not the shortest one (Choi, Paige and Saunders, "MINRES-QLP", 2011): with r =
+    b − A x, ‖A r‖ is at most √eps ‖A‖ ‖r‖ (of M½ A M½ and M½ r, with M), and further steps made r no shorter but x
+    ever longer.
     """
     s = _System("minres", A, b, x0, M, rtol, atol, maxiter)
     v, x, systems = s.r, s.x, s.vectors.systems
@@ -516,9 +521,12 @@ def minres(
     old_v, old_size, left = v, np.ones(systems), size
     w = old_w = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
-    sine = old_sine = np.zeros(systems)
+    sine = old_sine = norm = np.zeros(systems)
+    eps = np.finfo(s.dtype).eps
+    doubt = lost = np.zeros(systems, bool)  # as A r is small; as there is no solution
+    kept, before = x, left
     for step in range(s.most()):
-        active = ((np.abs(left) > s.limit) & (size > 0)) | (not s.values)
+        active = ((np.abs(left) > s.limit) & (size > 0) & ~lost) | (not s.values)
         if not active.any():
             break
         z = z * s.factor(_ratio(1.0, size, active))
@@ -531,17 +539,26 @@ def minres(
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
         whole = np.hypot(first, size)
-        if (active & (whole == 0) & s.values).any():
-            singular = s.at(active & (whole == 0))
-            raise LinAlgError(f"minres: the matrix is singular, found in iteration {step + 1}{singular}")
+        norm = np.maximum(norm, np.sqrt(delta**2 + size**2 + (current**2 if step else 0)))
+        if s.values and (small := active & ~doubt & (np.hypot(first, c * size) <= np.sqrt(eps) * norm)).any():
+            kept, before = kept * s.factor(~small) + x * s.factor(small), np.where(small, np.abs(left), before)
+            doubt, lost = doubt | small, lost | (small & (whole == 0))
+            active = active & ~lost
         old_c, c, old_sine, sine = c, _ratio(first, whole, active), sine, _ratio(size, whole, active)
         old_w, w = w, (z - s.factor(third) * old_w - s.factor(second) * w) * s.factor(_ratio(1.0, whole, active))
         x = x + s.factor(np.where(active, c * left, 0)) * w
         left, z = np.where(active, -sine * left, left), following
+        doubt = doubt & (np.abs(left) > before / 2)
+        if (active & doubt).any():  # x has grown too long where rounding shows in its residual
+            r = s.b - s.times(x)
+            lost = lost | (active & doubt & ~(_length(s, r, s.preconditioned(r), step) <= 1.01 * np.abs(left)))
         s.x = x
         if callback is not None:
             callback(s._back(x))
-    return s.result(0 if ((np.abs(left) <= s.limit) | (size == 0)).all() else s.maxiter)
+    solved, lost = (np.abs(left) <= s.limit) | ((size == 0) & ~lost), lost | doubt
+    if (lost := lost & ~solved).any():
+        s.x = x * s.factor(~lost) + kept * s.factor(lost)
+    return s.result(0 if solved.all() else -1 if (solved | lost).all() else s.maxiter)
 
 
 def _length(s: _System, v: DistArray, z: DistArray, step: int) -> np.ndarray:

@@ -101,6 +101,37 @@ def test_preconditioners_guesses_callbacks_and_functions(grid):
     assert not pla.any(cg(A, B * 0)[0])
 
 
+def test_minres_without_a_solution(grid):
+    """Of singular matrices and any b x is a least-squares solution that is no longer than it must be."""
+    n = 40
+    q = np.linalg.qr(random(n, n))[0]
+    path = np.diag(np.r_[1.0, 2 * np.ones(n - 2), 1.0]) - np.eye(n, k=1) - np.eye(n, k=-1)
+    b = random(n, seed=3)
+    for a in (
+        np.diag(np.r_[0, 0, np.linspace(-1, 2, n - 2)]),
+        q * np.r_[0, np.linspace(1, 9, n - 1)] @ q.T,
+        path,
+        0 * q,
+    ):
+        for dtype, accuracy in (("float64", 1e-7), ("float32", 1e-3)):
+            A, B = placed(grid, a.astype(dtype), 1), placed(grid, b.astype(dtype), 1)
+            for m in (np.ones(n), np.linspace(1, 2, n)):
+                more = {} if m[0] == m[-1] else {"M": placed(grid, np.diag(m).astype(dtype), 2)}
+                x, info = minres(A, B, rtol=1e-6, **more)
+                assert info == -1
+                x, half = x.gather(), np.sqrt(m)
+                r, least = b - a @ x, b - a @ (np.linalg.pinv(half[:, None] * a) @ (half * b))
+                assert np.linalg.norm(half * r) <= (1 + accuracy) * np.linalg.norm(half * least)
+                assert np.linalg.norm(a @ (m * r)) <= accuracy * np.linalg.norm(a, 2) * np.linalg.norm(r)
+                assert np.linalg.norm(x) <= 1e4
+    both = np.stack([b, path @ b], 1)
+    x, info = minres(placed(grid, path, 1), placed(grid, both, 2), rtol=1e-10)
+    assert info == -1  # of the first system; the second has solutions
+    close(path @ x.gather()[:, 1], both[:, 1], 1e-8)
+    assert minres(placed(grid, path, 1), placed(grid, path @ b, 2), rtol=1e-10)[1] == 0
+    assert minres(placed(grid, path, 1), placed(grid, both, 2), rtol=1e-10, maxiter=5)[1] == 5
+
+
 def test_one_all_reduce_a_step_of_conjugate_gradients(grid, world):
     n = 24
     line = Layout(grid.axes)
