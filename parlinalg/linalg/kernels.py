@@ -151,7 +151,11 @@ def substitute(
     if (device := _device(b)) and b.size:
         device.substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
         return
-    if not b.size or substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
+    if not b.size:
+        return
+    if not unit:
+        t = _lifted(t, b, right, adjoint)
+    if substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
         return
     from scipy.linalg import solve_triangular
 
@@ -161,6 +165,21 @@ def substitute(
         b[...] = solve_triangular(t, b.conj().T, trans, lower, unit, check_finite=False).conj().T
     else:
         b[...] = solve_triangular(t, b, trans, lower, unit, check_finite=False)
+
+
+def _lifted(t: Block, b: Block, right: bool, adjoint: bool) -> Block:
+    """Return a triangle whose diagonal has finite reciprocals, by which BLAS multiplies, with b changed accordingly.
+
+    The equations of elements near underflow are multiplied by a power of two, so that quotients are finite if they can.
+    """
+    diagonal = np.abs(np.diagonal(t))
+    small = (diagonal < np.finfo(t.dtype).tiny) & (diagonal > 0)
+    if not small.any():
+        return t
+    scale = np.where(small, 2.0 ** (np.finfo(t.dtype).nmant + 2), 1).astype(diagonal.dtype)
+    with np.errstate(over="ignore"):
+        b *= scale if right else scale[:, None]
+        return t * (scale[:, None] if right == adjoint else scale)
 
 
 def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False, unit: bool = False) -> Block:

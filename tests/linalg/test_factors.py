@@ -546,3 +546,30 @@ def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
         pla.linalg.solve((A / 1e200).astype(low), B.astype(low), refine=True)
     with pytest.raises(np.linalg.LinAlgError, match="the matrix is singular"):
         pla.linalg.solve(A * 0, B, refine=True)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128"])
+def test_pivots_below_the_reciprocal_of_the_largest_number(grid, dtype):
+    """Quotients are finite where reciprocals are not."""
+    every = layouts(grid.axes, 2)
+
+    def put(values, seed):
+        return pla.distribute(values.astype(dtype), grid, every[seed % len(every)])
+
+    tiny = float(np.finfo(dtype).tiny) * 2.0**-12
+    for n in (1, 3, 40):
+        a, spd = (np.triu(np.ones((n, n))) + 31 * np.eye(n)) * tiny, np.diag(np.full(n, 4 * tiny))
+        for k in (1, 3):
+            one = np.ones((n, k))
+            A, B, T = put(a, 1), put(a @ one, 2), put(a.T.copy(), 2)
+            for x in (
+                linalg.solve(A, B),
+                linalg.lu_factor(A).solve(B),
+                linalg.solve_triangular(A, B),
+                linalg.solve_triangular(T, put(a.T @ one, 1), lower=True),
+                linalg.solve_triangular(A, put(a.T @ one, 1), adjoint=True),
+                linalg.cho_factor(put(spd, 1)).solve(put(spd @ one, 1)),
+            ):
+                np.testing.assert_allclose(x.gather(), one, rtol=1e-6)
+        np.testing.assert_allclose(float(linalg.slogdet(A)[1]) / n, np.log(32 * tiny), rtol=1e-6)
+        assert np.isfinite(linalg.inv(put(a * 4096, 1)).gather()).all()
