@@ -173,7 +173,7 @@ class Costs:
         def common(x: Numbers, y: Numbers) -> Numbers:
             key = (id(x), id(y))
             if key not in known:
-                known[key] = np.intersect1d(x, y, assume_unique=True)
+                known[key] = _common(x, y)
             return known[key]
 
         def elements(rows: Numbers, columns: Numbers) -> int:
@@ -236,6 +236,22 @@ def panels(n: int, size: int) -> Iterator[tuple[int, int]]:
     return ((k, min(size, n - k)) for k in range(0, n, size))
 
 
+def _common(x: Numbers, y: Numbers) -> Numbers:
+    """Return the numbers that are in both of two arrays, each of which has none twice, in order."""
+    if any((a[1:] < a[:-1]).any() for a in (x, y)):
+        return np.intersect1d(x, y, assume_unique=True)
+    x, y = (x, y) if len(x) <= len(y) else (y, x)
+    if not len(x) or y[-1] - y[0] + 1 == len(y):  # all from the first to the last
+        return x[slice(*np.searchsorted(x, (y[0], y[-1] + 1)))] if len(x) else x
+    return x[y[np.minimum(np.searchsorted(y, x), len(y) - 1)] == x]
+
+
+def after_each(every: Sequence[Numbers], n: int, size: int) -> Counts:
+    """Return for every panel and every array how many of its numbers are beyond the panel, [panels, arrays]."""
+    ends = np.array([k + b for k, b in panels(n, size)], np.int64)
+    return np.stack([len(x) - np.searchsorted(x, ends) for x in every], 1).reshape(len(ends), len(every))
+
+
 def after(every: Sequence[Numbers], k: int) -> Counts:
     """Return for each grid row (or column) how many of its numbers are k or more."""
     return np.array([len(x) - np.searchsorted(x, k) for x in every], np.int64)
@@ -257,17 +273,15 @@ def _cholesky(costs: Costs, layout: Layout, n: int) -> None:
     deal = costs.deal
     rows, columns = deal.rows(n), deal.columns(n)
     costs.bring(layout, (n, n), rows, columns, lower=deal.size)
-    both = [np.intersect1d(x, y) for x in rows for y in columns]
-    for k, b in panels(n, deal.size):
+    own = after_each([_common(x, y) for x in rows for y in columns], n, deal.size).reshape(-1, deal.R, len(columns))
+    wide = after_each(columns, n, deal.size)[:, costs.j]
+    for (k, b), mine, rest in zip(panels(n, deal.size), own[:, costs.i, costs.j], wide, strict=True):
         (i, j), root = deal.owner(k), deal.layer_of(k)
         here, left = costs.layer == root, after(rows, k)[costs.i]
         costs.terms(TERMS_OF_PANELS, left * b, root, k // deal.size, who=costs.j == j)
         costs.broadcast("corners down grid columns", costs.down, b * b, i, who=here & (costs.j == j))
         costs.broadcast(ALONG_ROWS, costs.across, left * b, j, who=here)
-        own = after(both, k + b).reshape(deal.R, -1)
-        costs.all_gather(
-            ALONG_COLUMNS, costs.down, after(columns, k + b)[costs.j] * b, own[costs.i, costs.j] * b, who=here
-        )  # fmt: skip
+        costs.all_gather(ALONG_COLUMNS, costs.down, rest * b, mine * b, who=here)
     costs.agree(2)
 
 

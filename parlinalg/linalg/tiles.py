@@ -356,10 +356,13 @@ def dealt(n: int, size: int, parts: int) -> list[Numbers]:
     return list(_dealt(n, size, parts))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _dealt(n: int, size: int, parts: int) -> tuple[Numbers, ...]:
-    numbers = np.arange(n)
-    return tuple(_kept(numbers[numbers // size % parts == p]) for p in range(parts))
+    found, tile = [], np.arange(size)
+    for p in range(parts):
+        numbers = (np.arange(p * size, n, parts * size)[:, None] + tile).ravel()
+        found.append(_kept(numbers[: np.searchsorted(numbers, n)]))
+    return tuple(found)
 
 
 def _kept(x: Numbers) -> Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -218,3 +219,10 @@ def test_leading_terms_of_the_guide(n, sizes):
         plan = plan_linalg(routine, n, sizes=sizes, near=False)
         assert (plan.deal.R, plan.deal.C) == (R, C)
         assert plan.costs.words.mean() == pytest.approx(expected(routine, plan.block), rel=0.05)
+
+
+@pytest.mark.serial
+def test_plans_of_large_matrices_are_made_in_seconds():
+    start = time.process_time()
+    assert pla.plan_linalg("cholesky", 1_000_000, ranks=4).words == 500_111_994_882
+    assert time.process_time() - start < 4
