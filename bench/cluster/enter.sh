@@ -1,6 +1,7 @@
 #!/bin/sh
 # What Hydra takes for ssh: `enter.sh [options] ADDRESS COMMAND` runs the command on the emulated host of that address.
-# Hosts are the network namespaces PARLINALG_CLUSTER followed by the address's last number.
+# Hosts are the network namespaces PARLINALG_CLUSTER followed by the address's last number, and have the cores that stand
+# at this place of PARLINALG_CLUSTER_CORES.
 while [ $# -gt 0 ]; do
     case $1 in
         -x) shift ;;
@@ -10,4 +11,6 @@ while [ $# -gt 0 ]; do
 done
 host=$1
 shift
-exec ip netns exec "${PARLINALG_CLUSTER:?the name of the emulated cluster}${host##*.}" /bin/sh -c "$*"
+number=${host##*.}
+cores=$(echo "${PARLINALG_CLUSTER_CORES:?the cores of each host}" | cut -d " " -f "$number")
+exec ip netns exec "${PARLINALG_CLUSTER:?the name of the emulated cluster}$number" taskset -c "$cores" /bin/sh -c "$*"

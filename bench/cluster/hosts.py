@@ -6,16 +6,19 @@
     python bench/cluster/hosts.py down --name lab
     python bench/cluster/hosts.py run --hosts 3 --cut 2 --when FILE -- python script.py        # a link that breaks
 
-Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  Each host is one node with one rank
-(more with --per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is
-there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes it down.
+Needs root, iproute2 (apt-get install iproute2), taskset of util-linux, and MPICH (pip install mpich).  Each host is
+one node with one rank (more with --per-host) and an address of its own; a rank sees its interface as `e0`.  `up` of a
+cluster that is there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM,
+takes it down.
 With --cut the link of a host goes down as soon as the program has made FILE, which is then removed; the processes are
 left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut (Hydra's own
 proxy aside, which may wait for its launcher until TCP gives up), and at last mpiexec; null where they did not end.
 
-The hosts share this machine's cores, and a rank that waits polls, yielding its core between two looks.  All processes
-of a cluster are in one control group NAME, where control groups of processors can be made, so that ranks yield to those
-of other hosts too (`harness.make_group`).
+The hosts share this machine's cores, in turn: with two cores the odd hosts have one, and the even ones the other.
+(Where the system places them, ranks stay on the cores they have come to, as those that poll look busy: six of eight
+shared one core in a run, and a step's time depended on which.)  A rank that waits polls, yielding its core between two
+looks.  All processes of a cluster are in one control group NAME, where control groups of processors can be made, so
+that ranks yield to those of other hosts too (`harness.make_group`).
 """
 
 from __future__ import annotations
@@ -107,9 +110,16 @@ class Cluster:
         launcher = ["-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh")]
         return [*harness.mpiexec(), *launcher, *where, "-n", str(self.hosts * per_host), *program]
 
+    def cores(self) -> list[str]:
+        """The cores of each host, as taskset takes them: one in turn, or equal parts of more cores than hosts."""
+        here = sorted(os.sched_getaffinity(0))
+        each = max(1, len(here) // self.hosts)
+        return [",".join(str(here[(i * each + k) % len(here)]) for k in range(each)) for i in range(self.hosts)]
+
     def run(self, program: Sequence[str], per_host: int, timeout: float, cut: int = 0, when: str = "") -> int:
         """Run a program across the hosts and return its exit code, 124 when the time is up."""
-        env = {**os.environ, "PARLINALG_CLUSTER": self.name, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+        env = {**os.environ, "PARLINALG_CLUSTER": self.name, "PARLINALG_CLUSTER_CORES": " ".join(self.cores())}
+        env |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
         command = harness.joined(self.name, self.mpiexec(program, per_host))
         process = subprocess.Popen(command, env=env, start_new_session=True)
         try:
@@ -174,9 +184,9 @@ def missing() -> str | None:
         return "network namespaces are Linux's"
     if os.geteuid():
         return "network namespaces need root"
-    for program in ("ip", "tc"):
+    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
         if shutil.which(program) is None:
-            return f"no {program}: apt-get install iproute2"
+            return f"no {program}: apt-get install {package}"
     probe = f"plp{os.getpid() % 100000}"
     for attempt in (
         ("ip", "netns", "add", probe),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -163,7 +163,8 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, cores: int | Callable[[int], float] | None = None,
+    schedule: Schedule, costs: Costs | None = None,
+    cores: int | Callable[[int, Collection[int]], float] | None = None,
     check: bool = True,
 ) -> Simulation:  # fmt: skip
     """Simulate a schedule.
@@ -175,7 +176,7 @@ def simulate(
         By default a backward pass takes as long as two forward passes, and half of it is its weight part.
     cores : int or callable, optional
         The number of ranks that can work at full speed at once, by default all; more ranks than that share the cores
-        equally.  A function tells the speed of each of so many ranks that work at once.
+        equally.  A function tells the speed of a rank beside those that work at once, itself among them.
     check : bool
         False where the orders are known to be right, as those of the library's schedules are: checking takes longer.
 
@@ -341,7 +342,7 @@ def _run_apart(schedule: Schedule, costs: Costs) -> Simulation:
     return Simulation(schedule, costs, tuple(s for each in spans for s in each), max(ends), graph.held)
 
 
-def _run_together(ranks: list[_Rank], cores: int | Callable[[int], float]) -> None:
+def _run_together(ranks: list[_Rank], cores: int | Callable[[int, Collection[int]], float]) -> None:
     """Run ranks that share cores from one change of their speeds to the next."""
     arrivals: dict[Message, float] = {}
     now = 0.0
@@ -349,9 +350,9 @@ def _run_together(ranks: list[_Rank], cores: int | Callable[[int], float]) -> No
         while sum(rank.go_on(now, arrivals) for rank in ranks):
             pass
         busy = [rank for rank in ranks if rank.at_work is not None]
-        number = max(1, len(busy))
-        speed = min(1.0, cores / number) if isinstance(cores, int) else cores(number)
+        working = [rank.rank for rank in busy]
         for rank in busy:
+            speed = min(1.0, cores / len(busy)) if isinstance(cores, int) else cores(rank.rank, working)
             rank.work_at(speed, now)
         now = min(rank.until for rank in ranks)
 

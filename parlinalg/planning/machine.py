@@ -550,6 +550,9 @@ class Machine:
         Ranks that compute at full speed at once; more take turns.
     cores_of : {"node", "world"}
         Whose ranks share them; those of all nodes on an emulated cluster.
+    bound : bool
+        True if each of those ranks keeps a core, the first one the first, and so on in turn; else the system places
+        them.
     memory : int
         Bytes of a rank.
     gemm : dict of str to GemmRate
@@ -584,6 +587,9 @@ class Machine:
         lambda where, value: read(Link, where, value), "a table, what joins the nodes; left out for one node", None
     )
     cores_of: str = key(word("node", "world"), "whose ranks share the cores", "node")
+    bound: bool = key(
+        boolean, "true if each of these ranks keeps one core, in turn; else the system places them", False
+    )
     host: Host | None = key(
         lambda where, value: read(Host, where, value), "a table, the memory beside a device; none: it is the memory",
         None,
@@ -604,7 +610,14 @@ class Machine:
 
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""
-        return max(1.0, (on_node if self.cores_of == "node" else size) / self.cores)
+        each = (on_node if self.cores_of == "node" else size) / self.cores
+        return max(1.0, math.ceil(each) if self.bound else each)
+
+    def core(self, rank: int, on_node: int) -> int:
+        """Return the core that a rank keeps where ranks are bound, counted over the nodes."""
+        if self.cores_of == "world":
+            return rank % self.cores
+        return rank // on_node * self.cores + rank % on_node % self.cores
 
     # -------------------------------------------------------------------------------------------- attention
     def with_fused_attention(self) -> Machine:

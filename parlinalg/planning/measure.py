@@ -18,7 +18,7 @@ import numpy as np
 from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
 from parlinalg.backend import Backend, kernels
-from parlinalg.backend.blas import cores, gemm_rate, host_and_cores
+from parlinalg.backend.blas import cores, cores_of, gemm_rate, host_and_cores
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.comm.together import together
@@ -174,10 +174,13 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         backend = grid.backend
         here, nodes = list(comm.nodes), sorted(set(comm.nodes))
         per_node = max(here.count(n) for n in nodes)
-        shared = len({host for host, _ in comm.share(host_and_cores())}) < len(nodes) and not backend.cuda
-        units = per_node if backend.cuda else max(1, min(comm.share(len(cores()))) // grid.threads)
+        sets = comm.share(host_and_cores())
+        hosts = sorted({host for host, _ in sets})
+        shared = len(hosts) < len(nodes) and not backend.cuda
+        units = per_node if backend.cuda else max(1, min(cores_of(sets, host) for host in hosts) // grid.threads)
         turn = here[: comm.rank].count(here[comm.rank])
-        at_work = (comm.rank if shared else turn) < units
+        alike = [r for r in range(comm.rank) if sets[r] == sets[comm.rank] and (shared or here[r] == here[comm.rank])]
+        at_work = backend.cuda or len(alike) < max(1, len(cores()) // grid.threads)
         source = (
             f"measured by parlinalg doctor --machine on {comm.size} ranks of {len(nodes)} nodes: {backend.device}, "
             f"{platform.machine()}, {grid.threads} BLAS threads a rank"
@@ -225,9 +228,21 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         )  # fmt: skip
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
+        bound = crowd > 1 and all(_bound_in_turn([s for s in sets if s[0] == host], units) for host in hosts)
         return planning.Machine(
-            name, about, per_node, units, memory, gemm, operations, node, overlap, network, place
+            name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound
         )  # fmt: skip
+
+
+def _bound_in_turn(sets: Sequence[Sequence[str]], units: int) -> bool:
+    """Return True if of ranks with these cores each may run on a part of them only, and all parts have their turns.
+
+    >>> _bound_in_turn([["a", "1"], ["a", "2"], ["a", "1"]], 2), _bound_in_turn([["a", "3"]] * 4, 2)
+    (True, False)
+    """
+    first = sets[:units]
+    apart = len({cores for _, cores in first}) == len(first) == units > 1
+    return apart and all(own == first[r % units] for r, own in enumerate(sets))
 
 
 def measure_disk(comm: Comm, folder: Path) -> planning.Disk:
@@ -431,31 +446,15 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
     interpreter needs comes from farther away then.  Where a GPU computes meanwhile, these are the seconds of the host.
     """
     passes = _Passes(backend, clock)
-    scheme = discover()["serial"].SCHEME
-
-    def layers(grid: Grid) -> Callable[[], None]:
-        parts = [(LayerNorm(SIDE, scheme, grid), Linear(SIDE, SIDE, scheme, grid), GELU()) for _ in range(CHAIN)]
-        own = [Sequential(*part) for part in parts]
-        Sequential(*own).initialize(0)
-        x = Tensor(ones((1, SIDE, SIDE), grid, Layout(None, None, None), dtype="float32"), requires_grad=True)
-
-        def forward_and_backward() -> None:
-            y = x
-            for layer in own:
-                y = y + layer(y)
-            y.sum().backward()
-
-        return forward_and_backward
-
     with imagine(1, target="gpu" if backend.cuda else "cpu") as world:
-        call = layers(Grid({"own": 1}, world.comm))
+        call = _layers(Grid({"own": 1}, world.comm))
         with world.trace() as trace:
             call()
     gemms = [e for e in trace.events if isinstance(e, Gemm)]
     count = len(gemms) + sum(isinstance(e, Kernel) for e in trace.events)
     work = 0.0 if backend.cuda else sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
     with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
-        call = layers(grid)
+        call = _layers(grid)
         if not backend.cuda:
             grid.polled.append(passes)
         times: list[float] = []
@@ -466,6 +465,23 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
             times.append(clock() - start - passes.seconds)
             backend.synchronize()
     return max(1e-7, median(times[1:]) - work) / count
+
+
+def _layers(grid: Grid) -> Callable[[], None]:
+    """Return what runs layers of a few thousand elements forward and backward."""
+    scheme = discover()["serial"].SCHEME
+    parts = [(LayerNorm(SIDE, scheme, grid), Linear(SIDE, SIDE, scheme, grid), GELU()) for _ in range(CHAIN)]
+    own = [Sequential(*part) for part in parts]
+    Sequential(*own).initialize(0)
+    x = Tensor(ones((1, SIDE, SIDE), grid, Layout(None, None, None), dtype="float32"), requires_grad=True)
+
+    def forward_and_backward() -> None:
+        y = x
+        for layer in own:
+            y = y + layer(y)
+        y.sum().backward()
+
+    return forward_and_backward
 
 
 def _pieces(backend: Backend) -> float:
@@ -491,8 +507,10 @@ class _Passes:
         self.clock = clock
         self.blocks = cycle([backend.zeros(PASSED // 4, np.float32) for _ in range(max(1, FAR // PASSED))])
         self.seconds = 0.0
+        self.also: Callable[[], bool] = lambda: False
 
     def poll(self) -> None:
+        self.also()
         start = self.clock()
         block = next(self.blocks)
         block += 1
@@ -830,28 +848,37 @@ def _slowdown(comm: Comm, backend: Backend) -> float:
     """Return the share by which computing takes longer while an operation between nodes is in flight, whatever its
     bytes: polls, and the thread of each rank that lets it progress.
 
-    All ranks compute while each awaits a message that is sent only when all are done.
+    All ranks compute while each awaits a message that is sent only when all are done: small layers, whose time is the
+    interpreter's, and as long products, as in a step of small blocks.
     """
     a = backend.zeros((256, 256), np.float32)
     token = backend.zeros(1, np.float64)
-    one = median(comm.share(_seconds(lambda: backend.xp.matmul(a, a), backend)))
+    passes = _Passes(backend, perf_counter)
+    with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
+        grid.polled.append(passes)
+        layers = _layers(grid)
+        product = median(comm.share(_seconds(lambda: backend.xp.matmul(a, a), backend)))
+        chain = median(comm.share(_seconds(layers, backend)))
+        rounds, products = max(1, round(WAIT_SECONDS / 2 / chain)), max(1, round(chain / product))
 
-    def timed(pending: bool) -> float:
-        comm.barrier()
-        awaited = comm.receive(token, (comm.rank - 1) % comm.size, wait=False) if pending else None
-        start = perf_counter()
-        for _ in range(max(1, int(WAIT_SECONDS / one))):
-            backend.xp.matmul(a, a)
+        def timed(pending: bool) -> float:
+            comm.barrier()
+            awaited = comm.receive(token, (comm.rank - 1) % comm.size, wait=False) if pending else None
+            passes.also = awaited.test if awaited is not None else lambda: False
+            start = perf_counter()
+            for _ in range(rounds):
+                layers()
+                for _ in range(products):
+                    backend.xp.matmul(a, a)
+                    passes.also()
+            seconds = perf_counter() - start
+            comm.barrier()
             if awaited is not None:
-                awaited.test()
-        seconds = perf_counter() - start
-        comm.barrier()
-        if awaited is not None:
-            comm.send(token, (comm.rank + 1) % comm.size)
-            awaited.wait()
-        return max(comm.share(seconds))
+                comm.send(token, (comm.rank + 1) % comm.size)
+                awaited.wait()
+            return max(comm.share(seconds))
 
-    ratios = [timed(True) / timed(False) for _ in range(3 * PASSES)]  # of two long times that are nearly alike
+        ratios = [timed(True) / timed(False) for _ in range(3 * PASSES)]  # of two long times that are nearly alike
     return min(10.0, max(0.0, median(ratios) - 1))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -111,7 +111,7 @@ class Predictor:
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
         self.traces = 0
         self._parts: dict[Any, Part] = {}
-        self._runs: dict[tuple[int, str, bool], tuple[float, Mapping[str, float]]] = {}
+        self._runs: dict[tuple[int, str, bool, bool], tuple[float, Mapping[str, float]]] = {}
         self._known: dict[str | None, tuple[list[Any], Any]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._of_model: dict[tuple[str | None, int], bool] = {}
@@ -310,13 +310,15 @@ class Predictor:
         """Return the seconds of a span of a part."""
         return self._run(part, span, quick)[0]
 
-    def _run(self, part: Part, span: str, quick: bool = False) -> tuple[float, Mapping[str, float]]:
-        """Return the seconds of a span of a part, and those of its causes."""
-        key = id(part), span, quick
+    def _run(
+        self, part: Part, span: str, quick: bool = False, pending: bool = False
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return the seconds of a span of a part, and those of its causes; messages of others may be pending."""
+        key = id(part), span, quick, pending
         if key not in self._runs:
-            trace = part.span(span)
+            trace, machine = part.span(span), self._quick if quick else self.machine
             trace.size = self.ranks
-            run = timeline(trace, self._quick if quick else self.machine, on_node=self.node) if trace.events else None
+            run = timeline(trace, machine, on_node=self.node, pending=pending) if trace.events else None
             self._runs[key] = (0.0, {}) if run is None else (run.seconds, run.causes[run.slowest])
         return self._runs[key]
 
@@ -455,9 +457,10 @@ class Predictor:
         }  # fmt: skip
         for span in ("forward", "backward", "reduce", "update", "end"):
             if span != "end" or alone:
-                made[span], causes = self._run(part, span)
+                passes = span in ("forward", "backward")
+                made[span], causes = self._run(part, span, pending=passes and not alone and self.ranks > self.node)
                 for cause, seconds in causes.items():
-                    key = f"{'pass' if span in ('forward', 'backward') else span}: {cause}"
+                    key = f"{'pass' if passes else span}: {cause}"
                     made[key] = made.get(key, 0.0) + seconds
         if alone and not apart:
             run = timeline(part.trace, self.machine, on_node=self.node)
@@ -496,7 +499,7 @@ class Predictor:
         computing = [f"{span}: {cause}" for span in ("pass", "reduce", "update") for cause in COMPUTED]
         whole = sum(f[span] for f in stages for span in ("forward", "backward", "reduce", "update"))
         computed = sum(f.get(name, 0.0) for f in stages for name in computing) / max(1e-300, whole)
-        faster = sharing(self.machine, self.node, self.ranks, schedule.ranks, computed)
+        faster = sharing(self.machine, self.node, self.ranks, self._spec(c)[0].places, computed)
         seconds, work = _simulated(shape, costs, faster)
         pace = 1.0 if faster is None else work / dependencies(*shape).bounds(costs)[1]
         flight = list(map(float, dependencies(*shape).held))
@@ -652,8 +655,8 @@ class Predictor:
                 )
                 ends[r] = _joined(ends[r][0], _summed(ends[r][0], tuple(others), nbytes)), ends[r][1]
         made = pipeline_timeline(
-            schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends], places=places,
-            on_node=self.node,
+            schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends],
+            places=spec.places, on_node=self.node,
         )  # fmt: skip
         assert made.simulation is not None
         memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
@@ -738,7 +741,9 @@ Shape = tuple[str, int, int, int | None]
 """The name, ranks, microbatches and chunks of a schedule."""
 
 
-def _simulated(shape: Shape, costs: Costs, faster: Callable[[int], float] | None) -> tuple[float, float]:
+def _simulated(
+    shape: Shape, costs: Costs, faster: Callable[[int, Collection[int]], float] | None
+) -> tuple[float, float]:
     """Return the makespan of a schedule, and the work of its ranks; where these share cores, `sharing` says how."""
     if faster is None:
         return dependencies(*shape).bounds(costs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -275,7 +275,9 @@ def _merged(found: Iterable[Interval], least: float) -> list[tuple[float, float,
 
 
 # ------------------------------------------------------------------------------------------------ a run of traces
-def timeline(traces: Sequence[Trace] | Trace, machine: Machine, *, on_node: int | None = None) -> Timeline:
+def timeline(
+    traces: Sequence[Trace] | Trace, machine: Machine, *, on_node: int | None = None, pending: bool = False
+) -> Timeline:
     """Return the run of traces on a machine.
 
     Parameters
@@ -286,6 +288,8 @@ def timeline(traces: Sequence[Trace] | Trace, machine: Machine, *, on_node: int 
     machine : Machine
     on_node : int, optional
         Ranks of the world on a node, by default the machine's; ranks are placed node by node.
+    pending : bool
+        True if messages from other nodes, which are in no trace, are awaited all the time.
 
     Raises
     ------
@@ -306,7 +310,7 @@ def timeline(traces: Sequence[Trace] | Trace, machine: Machine, *, on_node: int 
     if any(trace.size != size for trace in given):
         raise ConfigError(f"traces of worlds of {sorted({t.size for t in given})} ranks: give those of one world")
     on_node = min(size, machine.ranks_per_node if on_node is None else on_node)
-    return _Run(given, machine, on_node).result()
+    return _Run(given, machine, on_node, pending).result()
 
 
 @dataclass(eq=False)
@@ -380,8 +384,10 @@ def _speed_beside(others: int, at_work: int, waiting: float, cores: int) -> floa
 class _Run:
     """A run: the ranks advance together from one change to the next."""
 
-    def __init__(self, traces: Sequence[Trace], machine: Machine, on_node: int) -> None:
+    def __init__(self, traces: Sequence[Trace], machine: Machine, on_node: int, pending: bool) -> None:
         self.machine, self.on_node, self.size = machine, on_node, traces[0].size
+        self.slowdown = 1.0 + machine.overlap.slowdown
+        self.always = self.slowdown if pending else 1.0
         self.crowd = machine.crowd(on_node, self.size)
         self.uneven = self.crowd > 1 and len(traces) > 1 and min(machine.overlap.waiting, machine.overlap.receiving) < 1
         self.polled = machine.overlap.progress == "polls"
@@ -550,15 +556,19 @@ class _Run:
         counts = [0] * len(self.ranks)
         node = place // self.on_node
         for r in range(self.size) if self.machine.cores_of == "world" else range(node * self.on_node, self.size):
-            if self.machine.cores_of == "world" or r // self.on_node == node:
+            here = self.machine.cores_of == "world" or r // self.on_node == node
+            if here and (not self.machine.bound or self._core(r) == self._core(place)):
                 counts[self.of_class.get(r, self.of_class[place])] += 1
         return counts
+
+    def _core(self, rank: int) -> int:
+        return self.machine.core(rank, self.on_node)
 
     def _room(self, rank: _Rank) -> float:
         """Return how many times as fast a rank computes as if all that share its cores computed.
 
-        Ranks stay on the cores they have come to, whoever waits on the others: the speed is the mean over all ways in
-        which the cores could be dealt out in equal parts.
+        Ranks stay on the cores they have come to, whoever waits on the others: unless they are bound to cores, the
+        speed is the mean over all ways in which the cores could be dealt out in equal parts.
         """
         if not self.uneven:
             return 1.0
@@ -568,7 +578,8 @@ class _Run:
         at_work = sum(n for n, load in zip(counts, loads, strict=True) if load == 1.0)
         others = sum(counts)
         waiting = sum(n * load for n, load in zip(counts, loads, strict=True)) - at_work
-        return self.crowd * _speed_beside(others, at_work, waiting / max(1, others - at_work), self.machine.cores)
+        cores = 1 if self.machine.bound else self.machine.cores
+        return self.crowd * _speed_beside(others, at_work, waiting / max(1, others - at_work), cores)
 
     def _load(self, rank: _Rank) -> float:
         """Return the share of a core that a rank takes if it can have it."""
@@ -590,7 +601,8 @@ class _Run:
     def _speed(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
         """Return the speed of a rank at work: transport takes a part of its processor, of the memory's bandwidth."""
         transport = self._transport(rank, rates)
-        slowdown = 1.0 + self.machine.overlap.slowdown if any(rates.get(op, 0.0) > 0 for op in rank.flying) else 1.0
+        flying = any(rates.get(op, 0.0) > 0 for op in rank.flying)
+        slowdown = self.slowdown / self.always if flying else 1.0
         return (1.0 - min(TRANSPORT_SHARE, transport)) / slowdown * self._room(rank)
 
     # -------------------------------------------------------------------------------------------- one rank
@@ -646,9 +658,10 @@ class _Run:
         """Begin a computation; return False if it is over, as nothing that is in flight bears on it."""
         machine = self.machine
         before = rank.events[rank.next - 2] if rank.next > 1 else None
-        overhead = machine.kernels.beside_work(event, before) * self.crowd
+        times = self.crowd * self.always
+        overhead = machine.kernels.beside_work(event, before) * times
         seconds = machine.gemm_seconds(event) if isinstance(event, Gemm) else machine.kernel_seconds(event)
-        seconds *= self.crowd
+        seconds *= times
         if machine.kernels.asynchronous:
             rank.host += overhead
             rank.clock = max(rank.clock, rank.host)
@@ -838,7 +851,7 @@ def pipeline_timeline(
     *,
     reduce: Sequence[Trace] = (),
     step: Sequence[Trace] = (),
-    places: Sequence[int] | None = None,
+    places: Sequence[Sequence[int]] | None = None,
     on_node: int | None = None,
 ) -> Timeline:
     """Return the run of a pipeline's step, by the simulation of its schedule with the traced times of its stages.
@@ -851,8 +864,9 @@ def pipeline_timeline(
     machine : Machine
     reduce, step : sequence of Trace
         By pipeline rank, the reduction of the gradients and the update after the last microbatch; none: no time.
-    places : sequence of int, optional
-        By pipeline rank, a world rank that is at this place; by default equal parts of the world one after the other.
+    places : sequence of sequence of int, optional
+        By pipeline rank, the ranks of the world at this place, first the one that is traced; by default equal parts of
+        the world one after the other.
     on_node : int, optional
         As in `timeline`.
 
@@ -869,19 +883,21 @@ def pipeline_timeline(
             raise ConfigError(f"{len(given)} traces {name}: {schedule.name} takes {count}, one for each {of}")
     size = stages[0].forward.size
     width = max(1, size // schedule.ranks)
-    places = [r * width for r in range(schedule.ranks)] if places is None else list(places)
+    places = [range(r * width, (r + 1) * width) for r in range(schedule.ranks)] if places is None else places
     node = min(size, machine.ranks_per_node if on_node is None else on_node)
-    known: dict[int, Timeline] = {}
+    apart = len({ranks[0] // node for ranks in places}) > 1
+    known: dict[tuple[int, bool], Timeline] = {}
 
-    def run(trace: Trace | None) -> Timeline | None:
+    def run(trace: Trace | None, passes: bool = True) -> Timeline | None:
         if trace is None or not trace.events:
             return None
-        if id(trace) not in known:
-            known[id(trace)] = timeline(trace, machine, on_node=node)
-        return known[id(trace)]
+        key = id(trace), passes and apart
+        if key not in known:
+            known[key] = timeline(trace, machine, on_node=node, pending=key[1])
+        return known[key]
 
-    def seconds(trace: Trace | None) -> float:
-        found = run(trace)
+    def seconds(trace: Trace | None, passes: bool = True) -> float:
+        found = run(trace, passes)
         return 0.0 if found is None else found.seconds
 
     latency = {}
@@ -891,7 +907,7 @@ def pipeline_timeline(
                 if 0 <= other < schedule.stages:
                     to = schedule.holder(other, chunk.copy)
                     nbytes = stages[min(other, chunk.stage)].message
-                    local = 2 if places[rank] // node == places[to] // node else 1
+                    local = 2 if places[rank][0] // node == places[to][0] // node else 1
                     if to != rank and nbytes:
                         latency[rank, to] = machine.transfer("send", nbytes, 2, local, node, size).total
     costs = Costs(
@@ -899,11 +915,11 @@ def pipeline_timeline(
         backward=[seconds(s.backward) for s in stages],
         weight=[min(seconds(s.weight) if s.weight else seconds(s.backward) / 2, seconds(s.backward)) for s in stages],
         latency=latency,
-        reduce=[seconds(t) for t in reduce] or 0.0,
-        step=[seconds(t) for t in step] or 0.0,
+        reduce=[seconds(t, passes=False) for t in reduce] or 0.0,
+        step=[seconds(t, passes=False) for t in step] or 0.0,
     )  # fmt: skip
     computed = sum(run.compute for run in known.values()) / max(1e-300, sum(run.seconds for run in known.values()))
-    faster = sharing(machine, node, size, schedule.ranks, computed)
+    faster = sharing(machine, node, size, places, computed)
     simulation = simulate(schedule, costs, faster)
     passes = Counter(
         (span.rank, schedule.chunks[span.rank][span.chunk].stage) for span in simulation.spans if span.op is Op.FORWARD
@@ -912,13 +928,12 @@ def pipeline_timeline(
     for rank in range(schedule.ranks):
         spent: dict[str, float] = defaultdict(float)
         parts = [
-            (passes[rank, c.stage], t)
+            (passes[rank, c.stage], run(t))
             for c in schedule.chunks[rank]
             for t in (stages[c.stage].forward, stages[c.stage].backward)
         ]
-        parts += [(1, each[rank]) for each in (reduce, step) if each]
-        for times, trace in parts:
-            found = run(trace)
+        parts += [(1, run(each[rank], passes=False)) for each in (reduce, step) if each]
+        for times, found in parts:
             if found is not None:
                 flops += times * found.flops // size * width
                 for cause, s in next(iter(found.causes.values())).items():
@@ -926,26 +941,44 @@ def pipeline_timeline(
         if faster and (whole := sum(spent.values())):  # the times are those beside ranks that all compute
             spent = defaultdict(float, {cause: s * simulation.busy(rank) / whole for cause, s in spent.items()})
         spent["idle"] += max(0.0, simulation.makespan - sum(spent.values()))
-        causes[places[rank]] = {name: s for name, s in spent.items() if s > 0}
+        causes[places[rank][0]] = {name: s for name, s in spent.items() if s > 0}
     most = max((found for found in known.values()), key=lambda t: t.flops)
     return Timeline(machine, simulation.makespan, (), causes, flops, most.dtype, size, {}, simulation)
 
 
 def sharing(
-    machine: Machine, node: int, size: int, stages: int, computed: float
-) -> Callable[[int], float] | None:  # fmt: skip
-    """Return how many times as fast each of so many pipeline ranks works as if all computed, by how many work.
+    machine: Machine, node: int, size: int, places: Sequence[Sequence[int]], computed: float
+) -> Callable[[int, Collection[int]], float] | None:  # fmt: skip
+    """Return how many times as fast a pipeline rank works beside those that work at once, as if all computed.
 
     Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed, this
-    share of a pass, goes faster then.  None where ranks have cores of their own, or poll.
+    share of a pass, goes faster then.  `places` are the ranks of the world at each place of the pipeline, the slowest
+    of which counts.  None where ranks have cores of their own, or poll.
     """
     crowd, together = machine.crowd(node, size), node if machine.cores_of == "node" else size
-    if crowd <= 1 or machine.overlap.receiving >= 1:
+    polled = machine.overlap.receiving
+    if crowd <= 1 or polled >= 1:
         return None
+    rooms: dict[Any, float] = {}
+    on_core = [Counter(machine.core(r, node) for r in ranks) for ranks in places]
 
-    def speed(busy: int) -> float:
-        at_work = min(together, max(1, round(busy * together / stages))) - 1
-        room = crowd * _speed_beside(together - 1, at_work, machine.overlap.receiving, machine.cores)
-        return 1 / (computed / room + 1 - computed)
+    def room(rank: int, busy: Collection[int]) -> float:
+        if not machine.bound:
+            at_work = min(together, max(1, round(len(busy) * together / len(places)))) - 1
+            return crowd * _speed_beside(together - 1, at_work, polled, machine.cores)
+        loads = Counter[int]()
+        for p, cores in enumerate(on_core):
+            for core, ranks in cores.items():
+                loads[core] += ranks if p in busy else 0
+        taken = max(
+            loads[core] + polled * (sum(cores[core] for cores in on_core) - loads[core]) for core in on_core[rank]
+        )
+        return crowd / taken
+
+    def speed(rank: int, busy: Collection[int]) -> float:
+        key = (rank, frozenset(busy)) if machine.bound else len(busy)
+        if key not in rooms:
+            rooms[key] = 1 / (computed / room(rank, busy) + 1 - computed)
+        return rooms[key]
 
     return speed
