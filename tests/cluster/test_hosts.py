@@ -43,6 +43,17 @@ def test_the_hosts_are_one_group_of_the_scheduler(across_hosts: Run, cluster_nam
     assert not (cpu / cluster_name).exists()
 
 
+def test_hosts_have_the_cores_in_turn(across_hosts: Run) -> None:
+    """A rank keeps its core: left to the system, ranks that poll hold others on the cores they have come to."""
+    here = sorted(os.sched_getaffinity(0))
+    hosts = len(here) + 1
+    own = "sorted(__import__('os').sched_getaffinity(0))"
+    program = f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({own}); c.rank or print(t)"
+    done = across_hosts(hosts, ["-c", program], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[here[i % len(here)]] for i in range(hosts)]
+
+
 def test_a_failing_program_leaves_no_hosts_behind(across_hosts: Run, cluster_name: str) -> None:
     done = across_hosts(2, ["-c", "raise SystemExit(3)"], timeout=60)
     assert done.returncode == 3

@@ -239,6 +239,20 @@ def test_cores_are_dealt_out_among_many_ranks() -> None:
     assert timeline(traces, machine).seconds == pytest.approx(1 / ((1 + beside) / 2))
 
 
+@pytest.mark.parametrize(("at_work", "seconds"), [((0, 1), 1.0), ((0, 2), 2.0), ((0, 1, 3), 2.0), ((1, 3, 4), 2.0)])
+def test_ranks_that_are_bound_keep_a_core(at_work: tuple[int, ...], seconds: float) -> None:
+    """Five ranks on two cores in turn: those with even numbers share one; the slowest counts."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
+    machine = replace(round_machine(ranks_per_node=5, cores=2), overlap=overlap, bound=True)
+    assert machine.crowd(5, 5) == 3
+    traces = [Trace(r, 5, [SECOND] if r in at_work else []) for r in range(5)]
+    assert timeline(traces, machine).seconds == pytest.approx(seconds)
+    assert timeline(Trace(0, 5, [SECOND]), machine).seconds == pytest.approx(3)
+    spread = replace(machine, ranks_per_node=1, cores_of="world")
+    assert timeline(traces, spread).seconds == pytest.approx(seconds)
+    assert [machine.core(r, 3) for r in range(6)] == [0, 1, 0, 2, 3, 2]
+
+
 def test_cores_are_shared_within_a_node() -> None:
     """Of two nodes with a core and two ranks each, the one whose second rank sleeps computes twice as fast."""
     overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
@@ -463,6 +477,30 @@ def test_stages_that_wait_leave_their_cores(receiving: float, alone: float) -> N
     assert found.causes[0] == pytest.approx({"other kernels": 3 * alone, "idle": 9 * alone})
     many = pipeline_timeline(make_schedule("1f1b", 4, 8), [stage(1.0)] * 4, machine)
     assert 8 * 3 * 2 < many.seconds <= 11 * 3 * 2 + 1e-9  # all compute most of the time
+
+
+@pytest.mark.parametrize(("places", "seconds"), [(((0, 1), (2, 3)), 2 * 3), (((0, 2), (1, 3)), 2 * 2 * 3)])
+def test_stages_on_cores_that_they_keep(places: tuple[tuple[int, ...], ...], seconds: float) -> None:
+    """Two stages of two ranks each, one at work at a time: both of a stage have a core each, or share one."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
+    machine = replace(round_machine(ranks_per_node=4, cores=2), overlap=overlap, bound=True)
+    found = pipeline_timeline(make_schedule("gpipe", 2, 1), [stage(1.0)] * 2, machine, places=places)
+    assert found.seconds == pytest.approx(seconds)
+    half = replace(machine, overlap=replace(overlap, receiving=0.5))
+    found = pipeline_timeline(make_schedule("gpipe", 2, 1), [stage(1.0)] * 2, half, places=places)
+    assert found.seconds == pytest.approx(seconds * (1.5 if places[0] == (0, 1) else 1.0))
+
+
+def test_awaited_messages_slow_the_passes_of_pipelines() -> None:
+    """Between nodes each rank looks for its next message while it computes, but not in its update."""
+    update = [Trace(0, 4, [SECOND])] * 4
+    machine = round_machine(slowdown=0.25)
+    found = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, machine, step=update)
+    assert found.seconds == pytest.approx(1.25 * 4 * 3 + 1)
+    near = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, machine, step=update, on_node=4)
+    assert near.seconds == pytest.approx(4 * 3 + 1)
+    asked = Trace(0, 4, [gather(0, 1.5), *[SECOND] * 3, Wait(0)])
+    assert timeline(asked, machine, pending=True).seconds == pytest.approx(1.25 * 3)  # once, whatever is in flight
 
 
 def test_messages_of_pipelines() -> None:
