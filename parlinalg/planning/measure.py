@@ -18,7 +18,7 @@ import numpy as np
 from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
 from parlinalg.backend import Backend, kernels
-from parlinalg.backend.blas import cores, cores_of, gemm_rate, host_and_cores
+from parlinalg.backend.blas import cores_of, gemm_rate, host_and_cores
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.comm.together import together
@@ -174,13 +174,11 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         backend = grid.backend
         here, nodes = list(comm.nodes), sorted(set(comm.nodes))
         per_node = max(here.count(n) for n in nodes)
-        sets = comm.share(host_and_cores())
-        hosts = sorted({host for host, _ in sets})
-        shared = len(hosts) < len(nodes) and not backend.cuda
-        units = per_node if backend.cuda else max(1, min(cores_of(sets, host) for host in hosts) // grid.threads)
         turn = here[: comm.rank].count(here[comm.rank])
-        alike = [r for r in range(comm.rank) if sets[r] == sets[comm.rank] and (shared or here[r] == here[comm.rank])]
-        at_work = backend.cuda or len(alike) < max(1, len(cores()) // grid.threads)
+        sets = comm.share(host_and_cores())
+        shared, units, at_work, bound = _placed(sets, here, comm.rank, grid.threads)
+        if backend.cuda:  # one a GPU
+            shared, units, at_work, bound = False, per_node, True, False
         source = (
             f"measured by parlinalg doctor --machine on {comm.size} ranks of {len(nodes)} nodes: {backend.device}, "
             f"{platform.machine()}, {grid.threads} BLAS threads a rank"
@@ -228,21 +226,41 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         )  # fmt: skip
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
-        bound = crowd > 1 and all(_bound_in_turn([s for s in sets if s[0] == host], units) for host in hosts)
         return planning.Machine(
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound
         )  # fmt: skip
 
 
-def _bound_in_turn(sets: Sequence[Sequence[str]], units: int) -> bool:
-    """Return True if of ranks with these cores each may run on a part of them only, and all parts have their turns.
+def _placed(
+    sets: Sequence[Sequence[str]], nodes: Sequence[int], rank: int, threads: int
+) -> tuple[bool, int, bool, bool]:
+    """Return where ranks run, by the hosts and cores of all (`host_and_cores`) and their nodes.
 
-    >>> _bound_in_turn([["a", "1"], ["a", "2"], ["a", "1"]], 2), _bound_in_turn([["a", "3"]] * 4, 2)
-    (True, False)
+    Returns
+    -------
+    shared : bool
+        True if nodes share a host's cores, as emulated ones do.
+    units : int
+        Ranks of so many threads that compute at full speed at once, of a node or of all that share its host.
+    at_work : bool
+        True if this rank is one of them: the first on its cores.
+    bound : bool
+        True if there are more ranks, and each keeps the cores of one, in turn.
+
+    >>> _placed([["a", "1"], ["a", "2"], ["a", "1"]], [0, 1, 2], 2, 1)
+    (True, 2, False, True)
     """
-    first = sets[:units]
-    apart = len({cores for _, cores in first}) == len(first) == units > 1
-    return apart and all(own == first[r % units] for r, own in enumerate(sets))
+    hosts = sorted({host for host, _ in sets})
+    shared = len(hosts) < len(set(nodes))
+    units = max(1, min(cores_of(sets, host) for host in hosts) // threads)
+    alike = [r for r in range(rank) if [*sets[r]] == [*sets[rank]] and (shared or nodes[r] == nodes[rank])]
+    own = int(sets[rank][1], 16).bit_count()
+    bound = units > 1
+    for host in hosts:
+        here = [cores for name, cores in sets if name == host]
+        apart = len(here) > units == len({*here[:units]})
+        bound = bound and apart and all(cores == here[r % units] for r, cores in enumerate(here))
+    return shared, units, len(alike) < max(1, own // threads), bound
 
 
 def measure_disk(comm: Comm, folder: Path) -> planning.Disk:

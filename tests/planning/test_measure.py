@@ -110,8 +110,34 @@ def test_ranks_that_do_not_measure_are_asleep(world, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize(("sets", "nodes", "threads", "shared", "units", "at_work", "bound"), [
+    ("3333", "0000", 1, False, 2, "1100", False),  # left to the system
+    ("3333", "0123", 1, True, 2, "1100", False),  # on emulated nodes
+    ("1212", "0123", 1, True, 2, "1100", True),
+    ("1122", "0123", 1, True, 2, "1010", False),  # bound, though not in turn
+    ("12", "00", 1, False, 2, "11", False),  # a core each
+    ("1248", "0000", 1, False, 4, "1111", False),
+    ("3c3c", "0000", 2, False, 2, "1100", True),
+    ("3c3c", "0000", 1, False, 4, "1111", False),
+])  # fmt: skip
+def test_where_ranks_run(
+    sets: str, nodes: str, threads: int, shared: bool, units: int, at_work: str, bound: bool
+) -> None:
+    """Each rank's cores and node; ranks with a core each compute at once, whoever bound them."""
+    of = [["a", cores] for cores in sets]
+    found = [measure._placed(of, [*map(int, nodes)], rank, threads) for rank in range(len(sets))]
+    assert [row[:2] for row in found] == [(shared, units)] * len(sets)
+    assert "".join(str(int(row[2])) for row in found) == at_work
+    assert {row[3] for row in found} == {bound}
+    two = [["a", cores] for cores in sets] + [["b", cores] for cores in sets]
+    apart = [*map(int, nodes), *(int(n) + 10 for n in nodes)]
+    assert measure._placed(two, apart, len(sets), threads) == (shared, *found[0][1:])
+
+
+@pytest.mark.serial
 def test_slowdown_is_that_of_polls_while_nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of 1 ms and polls of 0.25 ms: a quarter longer; the message is sent when all ranks have computed."""
+    """Layers of 2 ms, two products of 1 ms, a poll of 0.25 ms in each: 0.75 ms more than 4; the message is sent when
+    all ranks have computed."""
     now, log = 0.0, list[str]()
 
     def takes(name: str, seconds: float = 0.0) -> Callable[..., None]:
@@ -122,17 +148,21 @@ def test_slowdown_is_that_of_polls_while_nothing_arrives(monkeypatch: pytest.Mon
 
         return call
 
-    polls, product = takes("poll", 0.00025), takes("product", 0.001)
+    polls, product, layers = takes("poll", 0.00025), takes("product", 0.001), takes("layers", 0.002)
     awaited = SimpleNamespace(test=polls, wait=takes("wait"))
     comm = SimpleNamespace(
         size=2, rank=0, barrier=takes("barrier"), send=takes("send"), share=lambda x: [x, 0.9 * x],
         receive=lambda token, source, wait: log.append(f"receive from {source}") or awaited,
     )  # fmt: skip
-    backend = SimpleNamespace(zeros=np.zeros, xp=SimpleNamespace(matmul=product), synchronize=lambda: None, cuda=False)
+    backend = SimpleNamespace(
+        zeros=np.zeros, xp=SimpleNamespace(matmul=product), synchronize=lambda: None, cuda=False, name="numpy"
+    )
+    monkeypatch.setattr(measure, "_layers", lambda grid: lambda: (layers(), [each.poll() for each in grid.polled]))
     monkeypatch.setattr(measure, "perf_counter", lambda: now)
-    assert measure._slowdown(cast(Any, comm), cast(Any, backend)) == pytest.approx(0.25)
+    assert measure._slowdown(cast(Any, comm), cast(Any, backend)) == pytest.approx(0.75 / 4)
     begun, sent = log.index("receive from 1"), log.index("send")
-    assert set(log[begun + 1 : sent - 1]) == {"product", "poll"}
+    assert log[begun + 1 : begun + 7] == ["layers", "poll", "product", "poll", "product", "poll"]
+    assert set(log[begun + 7 : sent - 1]) == {"layers", "product", "poll"}
     assert log[sent - 1 : sent + 2] == ["barrier", "send", "wait"]
 
 
