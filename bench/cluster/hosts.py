@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -80,7 +81,7 @@ class Cluster:
         ip("-n", host, "link", "set", "e0", "up")
         ip("-n", host, "link", "set", "lo", "up")
         if rate != "none":  # out of the host, and into it
-            shape = ("root", "tbf", "rate", rate, "burst", "256k", "latency", "100ms")
+            shape = ("root", "tbf", "rate", rate, "burst", burst(rate), "latency", "100ms")
             command("tc", "-n", host, "qdisc", "add", "dev", "e0", *shape)
             command("tc", "qdisc", "add", "dev", link, *shape)
 
@@ -216,6 +217,17 @@ def command(*words: str) -> str:
     if done.returncode:
         raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def burst(rate: str) -> str:
+    """The bytes that a link of this rate lets pass at once after a pause: those of 2 ms, and at least one packet.
+
+    Packets have up to 64 KiB until a link sends them.  A longer burst brings short operations that follow computing for
+    nothing: with 256 KiB at 200 Mbit/s an all-gather of 4 × 64 KiB took 1 ms after a pause, and 7.6 ms after another.
+    """
+    found = re.fullmatch(r"([0-9.]+)([kmgt]?)bit", rate.lower())
+    bits = float(found[1]) * 1000 ** " kmgt".index(found[2] or " ") if found else 1e9
+    return f"{max(72, round(bits / 1e9 * 256))}k"
 
 
 def free_net() -> str:
