@@ -258,74 +258,40 @@ SHORT = """- Each setting here is one run. On the emulated hosts and on 4 ranks 
   doctor and model; 2 ranks at width 512 also of the model and the doctor before cores were shared by polls.
 - What others used is the most of a half second before each round and of all rounds together; on the emulated hosts it
   was the half second after the doctor.
-- On the emulated hosts 8 ranks share 2 cores, and a rank that waits polls, yielding its core between two looks. Until
-  2026-11-26 the yields had no effect: Linux gives each session a scheduling group of its own (autogroup), Hydra starts
-  each host's ranks in a session, and a yield passes the core on within a group only. So a rank that waited held its
-  core to the clock's next tick. An operation of a few bytes took 0.3 ms in one second and 6 ms in another, steps had
-  two modes (1D from 404 to 980 ms in one run), and whether the doctor's operations and a step's met the same mode was
-  chance: forms of many short operations were told 23 to 29% too fast in one run, 13 to 22% in another and 9% in a
-  third. All processes of a cluster are in one control group now. Operations of the doctor
-  repeat from pass to pass, and ranks that wait take none of a core that another computes on (`waiting` was 0.97 to 1,
-  and is 0.01 to 0.03).
-- The machine's speed changes within minutes, and that is most of what is left at 1 Gbit/s: the doctor's overhead of an
-  operation was 75 to 124 µs in runs within an hour. Five runs ended with the new emulation, in this order. One with the
-  doctor before what is told below: median 13.1%, worst 20.0%, all too fast, 1 of 25 pairs in the wrong order. One with
-  the machine's file of seven minutes before: 12.1%, 20.8%, all too slow, 1 of 28. One that reached the goal: 6.1%,
-  12.5%, 0 of 25. One with copies of pieces counted as operations: 3.7%, 19.2%, 1 of 27. And the one shown: something
-  else slowed its first round, in which all forms took 1.2 to 1.7 times as long as in the second, while the doctor
-  measured after it; by the second round alone it is 5.1%, 15.9% (ZeRO-3), 4 of 30.
-- How many times as long operations take while their ranks compute was measured at 1.8 to 2.1 for all-gathers and 1.3 to
-  1.4 for reduce-scatters in the last two runs, and how much longer computing takes beside them at 15% and 24%. With
-  the figures of the run before, ZeRO-3 would be 9 points slower in the last: what overlaps is no surer than this.
-- The second round of a sixth run did not end in three times its usual time, like one of about fifteen short trials; the
-  cause is not known. None of the rounds since did so. Ranks that wait for 100 s now say for what.
-- Links of 200 Mbit/s: one run with the new emulation, the one shown; before it the median was 5.7%, the worst 25.7%
-  (data parallelism) and 2 of 32 pairs in the wrong order. A link lets 256 KiB pass at once after a pause (the burst
-  of its token bucket), which the doctor's operations, one after the other, do not meet: that may be why 2D on 4 × 2,
-  which computes long between short operations, is told 8 to 10% too slow. Bytes that overlap computing under ZeRO-3
-  move slower than told.
-- Each copy of a piece of a block, before or after an operation between ranks, was told the overhead of an operation
-  with its tape, layouts and plan, 0.43 ms where four ranks share a core: a step of 1D with sequence cuts has the most
-  of them, and was told 19.2% too slow in a run at 1 Gbit/s, 2D on 4 × 2 7.8%, and 3D, which has few, 10% too fast.
-  The doctor measures the copies (`piece`), 6 to 11 µs each. That table is where this was seen; with 5 µs its errors
-  are 3.5% in the median and 10.5% at worst, and the pair stays in the wrong order.
+- On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), and a rank that waits polls, yielding its
+  core between two looks. All processes of a cluster are in one control group: a yield passes the core on within a group
+  only, and Hydra starts each host's ranks in a session, which Linux gives a group of its own (autogroup).
+- Until 2026-11-26 the system placed the ranks. Those that poll look busy to it, so that it moved none: in four runs of
+  one pipeline four ranks that computed shared a core while the other core's polled, or six of eight shared one, and its
+  step took 745 to 1010 ms; with cores that are kept it took 818 to 952. Forms with the most messages were told up to
+  22% too fast then, pipelines 9 to 37%.
+- Most of what pipelines were told too fast was computing. In 256 tokens' forward pass of a layer the processor time of
+  a rank was 12 to 13 ms where 9 were told: products take 10% longer beside seven other ranks, the interpreter, whose
+  data four ranks push out of a core's cache in turn, twice as long, and both up to 20% longer while a message is
+  awaited. Passes of pipelines that span nodes take this last (`slowdown`) now, and the doctor measures it with layers
+  that are mostly the interpreter's time, beside products.
+- Links let pass at once after a pause what they carry in 2 ms, at least 72 KiB (the burst of their token bucket).
+  It was 256 KiB, 10 ms at 200 Mbit/s, until the table for that rate: an all-gather of 4 × 64 KiB took 1.0 ms after a
+  pause and 7.6 ms after another, and 2D on 4 × 2, which computes long between short operations, was told 23% too slow
+  in a run.
+- The machine's speed changes within minutes: the doctor's overhead of an operation was 75 to 130 µs in runs of a day.
+- One round of the table at 200 Mbit/s did not end: a reduce-scatter of two ranks stood for 100 s under data parallelism
+  around 2D, with nothing to be seen that either lacked; 390 steps of that form alone did not show it again. It is like
+  one of some twenty earlier runs. The cause is not known.
 - The doctor takes medians of four passes over all operations, and lets none take longer than one among more ranks or of
   more bytes. This statistic was chosen with an earlier table for 1 Gbit/s in sight.
-- What overlaps was told too fast, by the times at which real ranks start and end their operations for three reasons.
-  The computing between was told too fast, for steps of such small blocks: the interpreter was measured with its data
-  in the cache, and attention at 512 tokens only. Operations in flight take 1.4 to 2.2 times as long while ranks
-  compute at 1 Gbit/s (1.0 to 1.1 times at 200 Mbit/s), as each message waits for a rank to have the core. The doctor
-  measures both now. And ranks drift apart where nothing joins them: in some steps of data parallelism the first is
-  done with its backward pass after 50 ms, the last after 430 ms. More of them share one core than the other then. The
-  model has no such drift.
-- Computing takes 6 to 29% longer while an operation between hosts is in flight, however few its bytes: each of the 8
-  ranks polls it, and has a thread that looks a thousand times a second how far it is. The doctor measures that too.
-  Without it data parallelism is told 3 to 4 points faster, and ZeRO-3 5 to 6.
+- Operations in flight take 1.3 to 1.8 times as long while ranks compute at 1 Gbit/s (1.0 to 1.1 times at 200 Mbit/s),
+  as each message waits for a rank to have the core, and computing takes 10 to 24% longer beside them, however few their
+  bytes: each of the 8 ranks polls, and has a thread that looks a thousand times a second how far they are.
 - Parts of exactly 64 or 128 KiB take up to twice as long as longer ones (an all-gather of 8 parts of 64 KiB 7.7 ms, of
   96 KiB 5.7 ms), and models' blocks have such sizes. The doctor measures powers of two; why MPI is slow there was
   not looked into.
-- In an earlier run the ranks that waited while two measured products took part of their cores: a thread of each looked
-  a thousand times a second how far its operation was. Products of 256³ were measured at 50 GFLOP/s of a core; eight
-  ranks that computed at once, in another hour, made 67 to 73 of each core. The doctor lets them sleep now.
 - Not the cause: lost packets (no step waited for a timeout), the order of starts in traces, and Python's lock (a
   shorter switch interval changes nothing). The thread that lets operations progress takes 18% of what ranks compute
   in a backward pass of 4 hosts on one core; without it the step is 7% shorter there.
 - What a byte costs a core beside computing (`processor`) was measured between 1.2 and 2.9 ns in several runs.
-- Plans at 200 Mbit/s: the file of the machine is that of the run of the schemes, an hour before. What is chosen is the
-  fastest for all three models. Pipelines are told 9 to 36% too fast; the whole trace of the second model's pipeline,
-  of all ranks, gives 493 ms for the 438 of the plan and 688 measured. The 3D forms of the second and third model are
-  told 38 to 40% too fast: a microbatch has one sequence, the axis that cuts it four ranks, and the first one, which is
-  traced, has it all and receives nothing. Operations take what the rank receives that receives the most now; the plans
-  were made before.
-- The section on plans at 1 Gbit/s is of the emulation before: the machine's file was of half an hour before, and nearly
-  all are told 20 to 40% too fast. They were trained again with the emulation of now and the file of the last run of the
-  schemes, while others were at work too, but for the third model, for which the time did not suffice; the goal is
-  missed. For the first model the pipeline that is chosen takes 1.07 times as long as the fastest measured
-  plan, data 8 with ZeRO 1: pipelines are told a third too fast (892 ms, told 558). For the second the chosen plan takes
-  1.42 times as long (632 ms, told 401) as pipeline 4 (zb-h1) × 1D 2 with 4 microbatches (446 ms). Its time is told less
-  too, 340 ms, but the search among all plans did not find it: estimates had ranks that wait keep their cores, where
-  traces, which decide, let others have them. The search finds it now; plans were not trained again.
-- Ranks that share cores stay on the ones they have come to. On 2 cores, 2 of 4 ranks that compute for 16
+- Plans are for the machine's file of the same day's run of the schemes, less than half an hour before.
+- Ranks that the system places stay on the cores they have come to. On 2 cores, 2 of 4 ranks that compute for 16
   ms while the others wait for a message take 1.4 times as long as alone, 3 take 1.7 times, which is what
   cores dealt out by chance make (1.3 and 1.7); for 64 ms 1.1 and 1.6 times, as the system then moves one of
   two. The model has no such move.

@@ -289,7 +289,8 @@ def timeline(
     on_node : int, optional
         Ranks of the world on a node, by default the machine's; ranks are placed node by node.
     pending : bool
-        True if messages from other nodes, which are in no trace, are awaited all the time.
+        True if messages from other nodes, which are in no trace, are awaited all the time, and polled where progress
+        is made so.
 
     Raises
     ------
@@ -386,11 +387,11 @@ class _Run:
 
     def __init__(self, traces: Sequence[Trace], machine: Machine, on_node: int, pending: bool) -> None:
         self.machine, self.on_node, self.size = machine, on_node, traces[0].size
+        self.polled = machine.overlap.progress == "polls"
         self.slowdown = 1.0 + machine.overlap.slowdown
-        self.always = self.slowdown if pending else 1.0
+        self.always = self.slowdown if pending and self.polled else 1.0
         self.crowd = machine.crowd(on_node, self.size)
         self.uneven = self.crowd > 1 and len(traces) > 1 and min(machine.overlap.waiting, machine.overlap.receiving) < 1
-        self.polled = machine.overlap.progress == "polls"
         self.called = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
         self.traces = traces

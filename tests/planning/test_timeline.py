@@ -494,13 +494,16 @@ def test_stages_on_cores_that_they_keep(places: tuple[tuple[int, ...], ...], sec
 def test_awaited_messages_slow_the_passes_of_pipelines() -> None:
     """Between nodes each rank looks for its next message while it computes, but not in its update."""
     update = [Trace(0, 4, [SECOND])] * 4
-    machine = round_machine(slowdown=0.25)
+    machine = round_machine(slowdown=0.25, progress="polls")
     found = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, machine, step=update)
     assert found.seconds == pytest.approx(1.25 * 4 * 3 + 1)
     near = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, machine, step=update, on_node=4)
     assert near.seconds == pytest.approx(4 * 3 + 1)
     asked = Trace(0, 4, [gather(0, 1.5), *[SECOND] * 3, Wait(0)])
     assert timeline(asked, machine, pending=True).seconds == pytest.approx(1.25 * 3)  # once, whatever is in flight
+    by_itself = round_machine(slowdown=0.25)
+    found = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, by_itself, step=update)
+    assert found.seconds == pytest.approx(4 * 3 + 1)
 
 
 def test_messages_of_pipelines() -> None:
