@@ -281,7 +281,7 @@ class Predictor:
         it grows with every cost: one with costs that are too low is a bound of one with the costs as they are.  Where
         ranks of a pipeline leave their cores to others, only what all compute together is certain.
         """
-        crowd = self.machine.crowd(self.node, self.ranks)
+        crowd = replace(self.machine, bound=False).crowd(self.node, self.ranks)  # the mean, of unequal ranks
         if c.pipeline > 1 and crowd > 1 and self.machine.overlap.receiving < 1:
             return self.static_bound(c) * crowd
         parts = self._layers(c, bound=True)
