@@ -43,13 +43,13 @@ def test_the_hosts_are_one_group_of_the_scheduler(across_hosts: Run, cluster_nam
     assert not (cpu / cluster_name).exists()
 
 
-def test_hosts_have_the_cores_in_turn(across_hosts: Run) -> None:
+def test_bound_hosts_have_the_cores_in_turn(across_hosts: Run) -> None:
     """A rank keeps its core: left to the system, ranks that poll hold others on the cores they have come to."""
     here = sorted(os.sched_getaffinity(0))
     hosts = len(here) + 1
     own = "sorted(__import__('os').sched_getaffinity(0))"
     program = f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({own}); c.rank or print(t)"
-    done = across_hosts(hosts, ["-c", program], timeout=60)
+    done = across_hosts(hosts, ["-c", program], timeout=60, options=["--bind"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[here[i % len(here)]] for i in range(hosts)]
 
