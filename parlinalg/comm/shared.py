@@ -143,7 +143,7 @@ class Meeting:
 
 
 class Steps:
-    """How many steps of a task each rank has made, told by the counters of `meet`.
+    """Counters of the steps that each rank has made in a task, those of `meet`.
 
     No rank waits for all of them: each looks at those whose steps it needs.
 

@@ -530,7 +530,7 @@ def move(
 
 
 class _Routes(NamedTuple):
-    """What a rank gives to the others and gets from them."""
+    """The parts of a matrix that a rank keeps, sends and receives when it is redistributed."""
 
     stay: list[tuple[Rectangle, Rectangle]]
     """The places, afterwards and before, of what it has and keeps."""

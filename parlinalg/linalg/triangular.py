@@ -207,7 +207,7 @@ def _solved(
 
 
 class Resting(NamedTuple):
-    """Where a triangle rests, and the order in which the pieces of a solution are found."""
+    """The layout of a resting triangle, and the pieces of a solution in the order of their computation."""
 
     rows: list[Numbers]
     """For every grid row the numbers of its rows, which are one range."""
@@ -231,7 +231,7 @@ def resting(cuts: tuple[Cut, Cut], axes: tuple[tuple[str, int], ...], n: int, lo
 
 
 class Turn(NamedTuple):
-    """A rank's part in a piece of the solution."""
+    """The rows and columns with which a rank contributes to one piece of the solution."""
 
     piece: slice
     rows: slice

@@ -14,6 +14,7 @@ from parlinalg.errors import ConfigError
 Value = TypeVar("Value")
 Group = dict[str, Any]
 SHOWN = 6
+"""Names of parameters that an error lists."""
 
 
 class Option(Generic[Value]):
