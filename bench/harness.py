@@ -140,6 +140,12 @@ def make_group(name: str, sessions: int) -> None:
     Linux puts each session into a scheduling group of its own (sched(7), autogroup), and Hydra starts each rank in a
     session.  A rank that waits yields its core, but only to ranks of its group: a rank alone in its group keeps the
     core until the clock's next tick.  In one control group all ranks yield to each other, as under batch systems.
+
+    A group had better be of processes bound to one core.  Where it is busy on several, Linux gives it another weight on
+    each of them at every tick, and some versions (6.18 does; "Revert 6d71a9c61604" of February 2026 mends it) then lose
+    count of the time it has had: what is not of the group does not run on that core until the group sleeps.  Runs on
+    emulated hosts stood so, their ranks in one group: a kernel thread that merges pages (khugepaged) held the lock of a
+    rank's memory, and did not run beside three ranks that waited for that one and yielded their core.
     """
     group = group_folder(name)
     with suppress(OSError):

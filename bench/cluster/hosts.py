@@ -14,11 +14,11 @@ With --cut the link of a host goes down as soon as the program has made FILE, wh
 left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut (Hydra's own
 proxy aside, which may wait for its launcher until TCP gives up), and at last mpiexec; null where they did not end.
 
-The hosts share this machine's cores; with --bind in turn: of two cores the odd hosts have one, and the even ones the
-other.  (Where the system places them, ranks stay on the cores they have come to, as those that poll look busy: six of
-eight shared one core in a run, and a step's time depended on which.)  A rank that waits polls, yielding its core
-between two looks.  All processes of a cluster are in one control group NAME, where control groups of processors can be
-made, so that ranks yield to those of other hosts too (`harness.make_group`).
+The hosts share this machine's cores in turn: of two cores the odd hosts have one, and the even ones the other.  (Where
+the system places them, ranks stay on the cores they have come to, as those that poll look busy: six of eight shared one
+core in a run, and a step's time depended on which.)  A rank that waits polls, yielding its core between two looks.  The
+hosts of a core are in one control group NAME-CORE, where control groups of processors can be made, so that ranks yield
+to those of other hosts too (`harness.make_group`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -61,7 +62,8 @@ class Cluster:
         """Make the hosts; what is left of a cluster of this name goes first."""
         self.down()
         net = free_net()
-        harness.make_group(self.name, self.hosts)
+        for cores, hosts in Counter(self.cores()).items():
+            harness.make_group(f"{self.name}-{cores}", hosts)
         try:
             ip("link", "add", self.bridge, "mtu", str(mtu), "type", "bridge")
             ip("addr", "add", f"{net}.254/24", "dev", self.bridge)
@@ -94,7 +96,8 @@ class Cluster:
         for link in json.loads(ip("-j", "link", "show")):
             if link["ifname"] == self.bridge or link["ifname"].removeprefix(f"{self.name}v").isdigit():
                 subprocess.run(["ip", "link", "del", link["ifname"]], capture_output=True, check=False)
-        harness.remove_group(self.name)
+        for group in harness.group_folder("").glob(f"{self.name}-*"):
+            harness.remove_group(group.name)
 
     @property
     def net(self) -> str:
@@ -118,14 +121,13 @@ class Cluster:
         return [",".join(str(here[(i * each + k) % len(here)]) for k in range(each)) for i in range(self.hosts)]
 
     def run(
-        self, program: Sequence[str], per_host: int, timeout: float, cut: int = 0, when: str = "", bind: bool = False
-    ) -> int:
+        self, program: Sequence[str], per_host: int, timeout: float, cut: int = 0, when: str = ""
+    ) -> int:  # fmt: skip
         """Run a program across the hosts and return its exit code, 124 when the time is up."""
-        env = {**os.environ, "PARLINALG_CLUSTER": self.name}
-        env |= {"PARLINALG_CLUSTER_CORES": " ".join(self.cores()) if bind else ""}
+        env = {**os.environ, "PARLINALG_CLUSTER": self.name, "PARLINALG_CLUSTER_CORES": " ".join(self.cores())}
+        env |= {"PARLINALG_CLUSTER_GROUPS": str(harness.group_folder(self.name))}
         env |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
-        command = harness.joined(self.name, self.mpiexec(program, per_host))
-        process = subprocess.Popen(command, env=env, start_new_session=True)
+        process = subprocess.Popen(self.mpiexec(program, per_host), env=env, start_new_session=True)
         try:
             if cut:
                 took, start = self._cut(cut, Path(when), time.monotonic() + timeout)
@@ -252,7 +254,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of every link, each way, as tc writes it; none: unshaped")
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--per-host", type=int, default=1, help="ranks on a host")
-    parser.add_argument("--bind", action="store_true", help="give each host a core of its own, or one in turn")
     parser.add_argument("--cut", type=int, default=0, help="number of the host whose link is cut")
     parser.add_argument("--when", default="", help="the file that the program makes when it should be")
     parser.add_argument("--timeout", type=float, default=600, help="seconds the program may take")
@@ -288,12 +289,12 @@ def main() -> int:
         cluster.down()
         return 0
     if args.what == "exec":
-        return cluster.run(args.program, args.per_host, args.timeout, args.cut, args.when, args.bind)
+        return cluster.run(args.program, args.per_host, args.timeout, args.cut, args.when)
     cluster.up(args.rate, args.mtu)
     if args.what == "up":
         return 0
     try:
-        return cluster.run(args.program, args.per_host, args.timeout, args.cut, args.when, args.bind)
+        return cluster.run(args.program, args.per_host, args.timeout, args.cut, args.when)
     finally:
         cluster.down()
 

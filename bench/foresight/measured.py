@@ -179,7 +179,7 @@ def one_thread() -> dict[str, str]:
 
 def run_on_hosts(rate: str, program: Sequence[str]) -> None:
     """Run a program on emulated hosts."""
-    hosts = [str(BENCH / "cluster" / "hosts.py"), "run", "--hosts", str(HOSTS), "--bind", "--rate", rate]
+    hosts = [str(BENCH / "cluster" / "hosts.py"), "run", "--hosts", str(HOSTS), "--rate", rate]
     hosts += ["--timeout", "290"]
     env = harness.environment(1, {**one_thread(), "PARLINALG_TIMEOUT": str(STUCK)})
     harness.ran([sys.executable, *hosts, "--", *program], env, timeout=300)
