@@ -173,7 +173,8 @@ class Identity(NamedTuple):
 class LUFactor(Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`.
 
-    With `spent` A and b, which are finite, are not needed any more: they have no elements after it.
+    With `spent` A and b, which are finite, are not needed any more: they have no elements after it.  No pivot
+    of such an A may be below the normal numbers.
     """
 
     def __init__(
@@ -188,13 +189,15 @@ class LUFactor(Factor):
         more, width = [x[:0] for x in every], 0
         alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
         sides: Any = None
+        given: Any = None
         if b is not None:  # right-hand sides ride along, in tiles behind those of A
             extra = b.shape[1]
             every = tiles.columns(n + extra)
             more = self._more = [x[x >= n] - n for x in every]
             width = len(more[tiles.j])
         if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
-            t = kernels.in_columns(a.summed().block, width)
+            given = a.summed().block
+            t, given = kernels.in_columns(given, width), None if spent else given
         elif alone:  # the GPU's library changes nothing
             t = a.summed().block
             sides = t[:, :0]
@@ -220,7 +223,7 @@ class LUFactor(Factor):
         # of a square matrix the factors tell: what is not finite stays where it is, but for its row's place
         late = m == n and (alone or isinstance(t, np.ndarray))
         finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
-        work = LU(tiles, t, (m, n), extra, behind if alone else None)
+        work = LU(tiles, t, (m, n), extra, behind if alone else None, given)
         del sides, behind
         with np.errstate(all="ignore"):
             work.run()

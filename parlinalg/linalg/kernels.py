@@ -91,6 +91,8 @@ def lapack(name: str, dtype: np.dtype[Any]) -> Any:
 
 
 LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+PANEL = 64
+"""Columns that are factored one by one before those behind them follow."""
 WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
 
@@ -172,14 +174,24 @@ def _lifted(t: Block, b: Block, right: bool, adjoint: bool) -> Block:
 
     The equations of elements near underflow are multiplied by a power of two, so that quotients are finite if they can.
     """
-    diagonal = np.abs(np.diagonal(t))
-    small = (diagonal < np.finfo(t.dtype).tiny) & (diagonal > 0)
+    small = _without_reciprocals(np.diagonal(t))
     if not small.any():
         return t
-    scale = np.where(small, 2.0 ** (np.finfo(t.dtype).nmant + 2), 1).astype(diagonal.dtype)
+    scale = np.where(small, _lift(t.dtype), 1)
     with np.errstate(over="ignore"):
         b *= scale if right else scale[:, None]
         return t * (scale[:, None] if right == adjoint else scale)
+
+
+def _without_reciprocals(diagonal: np.ndarray) -> np.ndarray:
+    """Return which elements are no zeros, but so near to 0 that their reciprocals overflow."""
+    sizes = np.abs(diagonal)
+    return (sizes < np.finfo(sizes.dtype).tiny) & (sizes > 0)
+
+
+def _lift(dtype: np.dtype[Any]) -> Any:
+    """Return a power of two that makes numbers below the normal ones normal."""
+    return np.finfo(dtype).dtype.type(2.0 ** (np.finfo(dtype).nmant + 2))
 
 
 def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False, unit: bool = False) -> Block:
@@ -230,10 +242,11 @@ def lower(a: Block) -> tuple[Block, int]:
     return found, int(minor)
 
 
-def lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray]:
+def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
     """Return L and U in one matrix, by partial pivoting, and the order of the rows, which is on the host.
 
-    A singular matrix on a GPU is factored on the host.  With `own` a matrix in Fortran's order may be replaced.
+    A singular matrix on a GPU is factored on the host.  Where `given` has the same values, one in Fortran's order may
+    be replaced.  OpenBLAS neither swaps nor divides where a pivot has no reciprocal: such matrices are factored here.
     """
     if _device(a) and a.size:
         if (regular := regular_lu(a)) is not None:
@@ -243,12 +256,33 @@ def lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray]:
     m, n = a.shape
     if not a.size:
         return a.copy(), np.arange(m)
-    found, pivots = a if own and a.flags.f_contiguous else in_columns(a), np.empty(min(m, n), np.int64)
+    given, found = (a, in_columns(a)) if given is None or not a.flags.f_contiguous else (given, a)
+    pivots = np.empty(min(m, n), np.int64)
     if blas.lapack("getrf", a.dtype, m, n, found, m, pivots) is None:
         found, pivots, _ = lapack("getrf", a.dtype)(a)
     else:
         pivots -= 1
+    small = np.flatnonzero(np.abs(found.diagonal()) < np.finfo(a.dtype).tiny)
+    if any(found[j:, j].any() for j in small[small < m - 1]):
+        return _lu_by_quotients(given)
     return found, _order(pivots, m)
+
+
+def _lu_by_quotients(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Do what `lu` does, by quotients of pivots where LAPACK multiplies by reciprocals."""
+    found, order, k = np.array(a, order="C"), np.arange(len(a)), min(a.shape)
+    for first in range(0, k, PANEL):
+        last = min(first + PANEL, k)
+        for j in range(first, last):
+            both = [j, j + int(np.argmax(np.abs(found[j:, j])))]
+            found[both], order[both] = found[both[::-1]], order[both[::-1]]
+            if found[j, j] != 0:  # in range: complex quotients have reciprocals in them too
+                lift = _lift(a.dtype) if _without_reciprocals(found[j, j : j + 1])[0] else 1
+                found[j + 1 :, j] = found[j + 1 :, j] * lift / (found[j, j] * lift)
+            found[j + 1 :, j + 1 : last] -= np.outer(found[j + 1 :, j], found[j, j + 1 : last])
+        substitute(found[first:last, first:last], found[first:last, last:], lower=True, unit=True)
+        subtract(found[last:, last:], found[last:, first:last], found[first:last, last:])
+    return found, order
 
 
 def small_svd(a: Block, compute_uv: bool = True) -> Any:
@@ -263,10 +297,10 @@ def small_svd(a: Block, compute_uv: bool = True) -> Any:
     return tuple(beside(each, a) for each in found) if compute_uv else beside(found, a)
 
 
-def regular_lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray] | None:
+def regular_lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray] | None:
     """Return what `lu` does; None of a matrix on a GPU with a pivot of 0 before the last one."""
     if (device := _device(a)) is None:
-        return lu(a, own=own)
+        return lu(a, given=given)
     found = device.lu(a)
     return None if found is None else (found[0], _order(found[1], len(a)))
 

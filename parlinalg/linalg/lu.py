@@ -25,6 +25,11 @@ from parlinalg.linalg.tiles import Numbers, Tiles
 class LU(Panels):
     """L (its diagonal of ones left out) and U replace A; further columns become L⁻¹ P B.
 
+    Parameters
+    ----------
+    given : array, optional
+        A of one rank once more, which is read again if pivots are below the normal numbers; by default they are not.
+
     Attributes
     ----------
     a, further : array
@@ -35,9 +40,12 @@ class LU(Panels):
         U's diagonal, on the host of every rank.
     """
 
-    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0, further: Any = None) -> None:
+    def __init__(
+        self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0, further: Any = None, given: Any = None
+    ) -> None:  # fmt: skip
         super().__init__(tiles, a, shape, extra)
         self.further = a[:, int(np.searchsorted(self.columns, shape[1])) :] if further is None else further
+        self._values = self.a[:, : shape[1]] if given is None else given
         self._apart = further is not None  # the further columns lie in an array of their own
         self.rows = self.rows.copy()
         self._diagonals: list[Any] = []  # U's diagonal, of every panel
@@ -64,7 +72,7 @@ class LU(Panels):
         """Factor the whole matrix.  Collective over the grid."""
         (m, n), k = self.shape, min(self.shape)
         alone = self.tiles.grid.size == 1 and self.tiles.grid.inside and k
-        whole = kernels.regular_lu(self.a[:, :n], own=True) if alone else None
+        whole = kernels.regular_lu(self.a[:, :n], given=self._values) if alone else None
         if whole is None:
             if self._apart:  # on a GPU, and the matrices that were given, not those of their own
                 self.a = namespace(self.a).hstack([self.a, self.further])

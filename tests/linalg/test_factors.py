@@ -563,13 +563,43 @@ def test_pivots_below_the_reciprocal_of_the_largest_number(grid, dtype):
             one = np.ones((n, k))
             A, B, T = put(a, 1), put(a @ one, 2), put(a.T.copy(), 2)
             for x in (
-                *((linalg.solve(A, B), linalg.lu_factor(A).solve(B)) if n < 40 else ()),
+                linalg.solve(A, B),
+                linalg.lu_factor(A).solve(B),
                 linalg.solve_triangular(A, B),
                 linalg.solve_triangular(T, put(a.T @ one, 1), lower=True),
                 linalg.solve_triangular(A, put(a.T @ one, 1), adjoint=True),
                 linalg.cho_factor(put(spd, 1)).solve(put(spd @ one, 1)),
             ):
                 np.testing.assert_allclose(x.gather(), one, rtol=1e-6)
-        if n < 40:
-            np.testing.assert_allclose(float(linalg.slogdet(A)[1]) / n, np.log(32 * tiny), rtol=1e-6)
-            assert np.isfinite(linalg.inv(put(a * 4096, 1)).gather()).all()
+        np.testing.assert_allclose(float(linalg.slogdet(A)[1]) / n, np.log(32 * tiny), rtol=1e-6)
+        assert np.isfinite(linalg.inv(put(a * 4096, 1)).gather()).all()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128"])
+def test_matrices_of_numbers_below_the_normal_ones(grid, dtype):
+    """Pivots that have no reciprocals divide their columns, so that A = L U; QR and Cholesky need no more."""
+    every, tiny = layouts(grid.axes, 2), float(np.finfo(dtype).tiny) / 64
+    wide = np.result_type(dtype, np.longdouble)
+
+    def put(values, seed):
+        return pla.distribute(values, grid, every[seed % len(every)])
+
+    for n in (1, 2, 40, 100):
+        rng = np.random.default_rng(n)
+        one, tail = random((n, n), dtype, rng), np.where(np.arange(n) < n // 2, 1, tiny)[:, None]
+        spd = one @ one.conj().T + n * np.eye(n)
+        for scale in (np.full((n, 1), tiny), tail):  # all rows, or the last ones, below those of other sizes
+            a, lift = (one * scale).astype(dtype), 1 / scale.astype(np.longdouble)
+            A = put(a, 1)
+            p, lower, upper = (x.gather().astype(wide) for x in linalg.lu(A))
+            np.testing.assert_allclose(p @ lower @ upper * lift, a * lift, atol=1e-3)
+            log = np.linalg.slogdet(one)[1] + np.log(scale).sum()
+            np.testing.assert_allclose(float(linalg.slogdet(A)[1]), log, atol=1e-3 * n)
+            b = put((a @ np.ones((n, 2))).astype(dtype), 2)
+            for x in (linalg.solve(A, b), linalg.lu_factor(A).solve(b)):
+                np.testing.assert_allclose(a * lift @ x.gather(), b.gather() * lift, atol=1e-3 * n)
+        q, r = (x.gather() for x in linalg.qr(put((one * tiny).astype(dtype), 1)))
+        np.testing.assert_allclose(q.conj().T @ q, np.eye(n), atol=1e-5)
+        np.testing.assert_allclose(q @ (r * (1 / np.longdouble(tiny))), one, atol=1e-3)
+        factor = linalg.cholesky(put((spd * tiny).astype(dtype), 1)).gather() / np.sqrt(tiny)
+        np.testing.assert_allclose(factor @ factor.conj().T, spd, atol=1e-3 * n)
