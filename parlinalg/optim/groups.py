@@ -133,8 +133,8 @@ def decay_groups(
         The weight decay of the first group; that of the second is 0.
     no_decay : sequence of str, optional
         What does not decay: parameters with one of these in their qualified names, such as ["bias", "norm"]; patterns
-        with `*`, `?` or `[` match the whole name.  By default all biases (names that end with "bias") and all
-        parameters of less than two dims, such as those of norms.
+        with `*`, `?` or `[` match the whole name.  Each is in some parameter's name.  By default all biases (names that
+        end with "bias") and all parameters of less than two dims, such as those of norms.
     **options
         Further options of both groups.
 
@@ -157,7 +157,9 @@ def decay_groups(
         raise ConfigError(f"no_decay is a list of parts of names, such as [{no_decay!r}], not a string")
     decayed: list[Parameter] = []
     others: list[Parameter] = []
-    for name, p in with_names(parameters):
+    named = with_names(parameters)
+    check_patterns("no_decay", no_decay or (), named)
+    for name, p in named:
         if no_decay is None:
             out = name.endswith("bias") or p.ndim < 2
         else:

@@ -288,8 +288,9 @@ def _optimizer_of(
     """Return the optimizer of these parameters; of a stage without any, such as one of an activation, one of none."""
     own = parameters
     if not own:
-        own = [Parameter(zeros((0,), grid, Layout(None), np.float32), "none")]
-        own[0].relatives = model.parameter_names()
+        names = model.parameter_names()  # one of them: patterns match what they match on other stages
+        own = [Parameter(zeros((0,), grid, Layout(None), np.float32), names[0] if names else "none")]
+        own[0].relatives = names
     optimizer = make(own)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(

@@ -187,6 +187,8 @@ def test_what_is_wrong_is_told():
             optim.SGD([{"params": [w], "momentum": 0.0}, {"params": [b]}], 0.1, 0.9, nesterov=True)
         with pytest.raises(pla.ConfigError, match=r"no_decay is a list of parts of names, such as \['bias'\]"):
             optim.decay_groups([w], 0.1, no_decay="bias")
+        with pytest.raises(pla.ConfigError, match=r"no_decay has 'embed', which is in no .* 'a\.bias'$"):
+            optim.decay_groups([w, b], 0.1, no_decay=["bias", "embed"])
         optimizer = optim.AdamW([{"params": [w]}, {"params": [b]}])
         with pytest.raises(pla.ConfigError, match="groups 1 and 2"):
             optimizer.add_param_group({"params": [b]})

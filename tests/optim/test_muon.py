@@ -405,14 +405,14 @@ def test_a_pipeline_makes_the_steps_of_one_rank(world, folder, backend):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("kind", ["muon", "shampoo", "soap"])
 def test_patterns_that_match_no_parameter(world, folder, backend, kind):
-    """A pattern for AdamW is in some name of the whole model, on whichever stage; the others are said on all ranks."""
+    """A pattern is in some name of the whole model, on whichever stage; the others are said on all ranks."""
     stages = min(world.size, 2)
     more = {"parallel": {"pipeline": stages, "data": world.size // stages}, "model": {"name": "mlp", "hidden": (13,)}}
     if stages > 1:
         more["parallel"]["pipeline"] = {"size": 2, "partition": (1, 2)}  # the second begins with an activation
 
-    def groups(*adamw):
-        config = {**CONFIG, **more, "optimizer": {"name": kind, "adamw": adamw, "no_decay": True}}
+    def groups(*adamw, no_decay=True):
+        config = {**CONFIG, **more, "optimizer": {"name": kind, "adamw": adamw, "no_decay": no_decay}}
         with launch(config, world, backend) as mesh:
             groups = Training(mesh, folder).optimizer.param_groups
             return mesh.rank("pipeline"), [p.name for group in groups for p in group["params"] if group["matrices"]]
@@ -423,6 +423,11 @@ def test_patterns_that_match_no_parameter(world, folder, backend, kind):
     for wrong in ("nosuch", "*.w"):
         with pytest.raises(pla.ConfigError, match=rf"{re.escape(repr(wrong))}.* are '0.weight', .*'2.bias'"):
             groups("0.w", wrong)
+        with pytest.raises(
+            pla.ConfigError, match=rf"no_decay has {re.escape(repr(wrong))}.*; the names are '0.weight'"
+        ):
+            groups("0.w", no_decay=["2.w", wrong])
+    assert groups("0.w", no_decay=["2.w", "*.bias"])[1] == []
 
 
 @pytest.mark.serial
