@@ -169,6 +169,7 @@ class Costs:
         With `lower` of tiles of so many columns only the rows from their first column on move.
         """
         known: dict[tuple[int, int], Numbers] = {}
+        tiled: dict[int, tuple[Numbers, Numbers]] = {}
 
         def common(x: Numbers, y: Numbers) -> Numbers:
             key = (id(x), id(y))
@@ -179,8 +180,11 @@ class Costs:
         def elements(rows: Numbers, columns: Numbers) -> int:
             if not lower:
                 return len(rows) * len(columns)
-            tiles, counts = np.unique(columns // lower, return_counts=True)
-            return int(((len(rows) - np.searchsorted(rows, tiles * lower)) * counts).sum())
+            if id(columns) not in tiled:
+                tiles, counts = np.unique(columns // lower, return_counts=True)
+                tiled[id(columns)] = tiles * lower, counts
+            first, counts = tiled[id(columns)]
+            return int(((len(rows) - np.searchsorted(rows, first)) * counts).sum())
 
         pairs = zip(have, want, strict=True)
         words = [elements(r, c) - elements(common(x, r), common(y, c)) for (x, y), (r, c) in pairs]
@@ -274,14 +278,15 @@ def _cholesky(costs: Costs, layout: Layout, n: int) -> None:
     rows, columns = deal.rows(n), deal.columns(n)
     costs.bring(layout, (n, n), rows, columns, lower=deal.size)
     own = after_each([_common(x, y) for x in rows for y in columns], n, deal.size).reshape(-1, deal.R, len(columns))
-    wide = after_each(columns, n, deal.size)[:, costs.j]
-    for (k, b), mine, rest in zip(panels(n, deal.size), own[:, costs.i, costs.j], wide, strict=True):
+    wide, beyond, left = after_each(columns, n, deal.size), after_each(rows, n, deal.size), after(rows, 0)
+    for (k, b), mine, rest, later in zip(panels(n, deal.size), own, wide, beyond, strict=True):
         (i, j), root = deal.owner(k), deal.layer_of(k)
-        here, left = costs.layer == root, after(rows, k)[costs.i]
+        here, left, mine, rest = costs.layer == root, left[costs.i], mine[costs.i, costs.j], rest[costs.j]
         costs.terms(TERMS_OF_PANELS, left * b, root, k // deal.size, who=costs.j == j)
         costs.broadcast("corners down grid columns", costs.down, b * b, i, who=here & (costs.j == j))
         costs.broadcast(ALONG_ROWS, costs.across, left * b, j, who=here)
         costs.all_gather(ALONG_COLUMNS, costs.down, rest * b, mine * b, who=here)
+        left = later
     costs.agree(2)
 
 
