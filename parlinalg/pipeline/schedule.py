@@ -154,10 +154,7 @@ def complete_schedule(
     held = tuple(tuple(of_rank) for of_rank in chunks)
     bare = Schedule(name, len(held), microbatches, stages, held, ())
     end = () if asynchronous else (Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.STEP))
-    orders = tuple(
-        (*(i for compute in of_rank for i in _with_messages(bare, rank, compute)), *end)
-        for rank, of_rank in enumerate(computed)
-    )
+    orders = tuple((*_with_messages(bare, rank, of_rank), *end) for rank, of_rank in enumerate(computed))
     return Schedule(name, len(held), microbatches, stages, held, orders, asynchronous, versions, weights)
 
 
@@ -188,9 +185,19 @@ def _message(schedule: Schedule, rank: int, compute: Instruction, op: Op, stage:
     return Instruction(op, compute.chunk, compute.microbatch, peer) if peer != rank else None
 
 
-def _with_messages(schedule: Schedule, rank: int, compute: Instruction) -> list[Instruction]:
-    around = (needs(schedule, rank, compute), compute, gives(schedule, rank, compute))
-    return [i for i in around if i is not None]
+def _with_messages(schedule: Schedule, rank: int, computed: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Yield a rank's computations with their messages, which go to the same peers in every microbatch."""
+    known: dict[tuple[Op, int], tuple[Instruction | None, Instruction | None]] = {}
+    for compute in computed:
+        kind = compute.op, compute.chunk
+        if kind not in known:
+            known[kind] = needs(schedule, rank, compute), gives(schedule, rank, compute)
+        before, behind = known[kind]
+        if before is not None:
+            yield Instruction(before.op, before.chunk, compute.microbatch, before.peer)
+        yield compute
+        if behind is not None:
+            yield Instruction(behind.op, behind.chunk, compute.microbatch, behind.peer)
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
