@@ -278,14 +278,15 @@ SHORT = """- Each setting here is one run. On the emulated hosts, and on one mac
   and in the run shown). The burst was chosen by such times of single operations, but with these tables in sight.
 - The machine's speed changes within minutes: the doctor's overhead of an operation was 75 to 130 µs in runs of a day.
 - With all hosts in one control group, as until 2026-11-26, about one run in five at 200 Mbit/s did not end, and of the
-  last of the plans about half. The ranks waited for one whose main thread stood in the kernel, waiting for a lock of
-  its memory (`vma_prepare`). A thread of the kernel on the same core (khugepaged, which merges pages) could run and did
-  not, nor did others outside the group, beside three ranks that waited and yielded: by the scheduler's own account the
-  group had had less time after 0.66 s of running than before. Linux 6.18 gives a group that is busy on several cores
-  another weight at every tick, and loses count by that ("sched/fair: Revert 6d71a9c61604", February 2026, mends it).
-  Since each core's hosts are a group, whose weight stays, all runs have ended: ten of the plans at 200 Mbit/s, and
-  those of the schemes' tables. At 1 Gbit/s, where links carry more, the errors had been 7.4% in the median and 13.0% at
-  worst before, every form slower than told (another test ran beside that run); plans there were measured before.
+  last of the plans about half. In the one that was looked into most, the ranks waited for one whose main thread stood
+  in the kernel, waiting for a lock of its memory (`vma_prepare`). A thread of the kernel on the same core (khugepaged,
+  which merges pages) could run and did not, nor did others outside the group, beside three ranks that waited and
+  yielded: by the scheduler's own account the group had had less time after 0.66 s of running than before. Linux 6.18
+  gives a group that is busy on several cores another weight at every tick, and loses count by that ("sched/fair: Revert
+  6d71a9c61604", February 2026, mends it). Since each core's hosts are a group, whose weight stays, all runs have ended:
+  ten of the plans at 200 Mbit/s, and those of the schemes' tables. At 1 Gbit/s, where links carry more, the errors had
+  been 7.4% in the median and 13.0% at worst before, every form slower than told (another test ran beside that run);
+  plans there were measured before.
 - The doctor takes medians of four passes over all operations, and lets none take longer than one among more ranks or of
   more bytes. This statistic was chosen with an earlier table for 1 Gbit/s in sight.
 - Operations in flight take 1.3 to 1.8 times as long while ranks compute at 1 Gbit/s (1.0 to 1.1 times at 200 Mbit/s),

@@ -62,7 +62,8 @@ def number(low: float, high: float, what: str, *, above: bool = False) -> Check:
     bounds = f"{'more than' if above else 'at least'} {low:g} and at most {high:g}"
 
     def check(where: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        infinite = isinstance(value, float) and not math.isfinite(value)  # a whole number may be beyond the floats
+        if isinstance(value, bool) or not isinstance(value, int | float) or infinite:
             raise _wrong(where, value, f"a number ({what}), {bounds}")
         if not low <= value <= high or (above and value == low):
             raise _wrong(where, value, f"{what}, {bounds}")

@@ -17,11 +17,12 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(90)]
 
 PROGRAM = """
 import functools, os, signal, sys, time
+from pathlib import Path
 import numpy as np
 import parlinalg as pla
 from parlinalg.comm import open_comm, ranks_map
 
-world = open_comm()
+world, failed = open_comm(), Path(__file__).with_suffix(".failed")
 grid = pla.Grid({"r": 2, "c": 2}, world)
 n, calls, last = 300, 0, None
 rng = np.random.default_rng(0)
@@ -37,6 +38,7 @@ def counted(function):
         global calls
         calls += 1
         if calls == last:
+            failed.touch()
             WHAT  # here
         return function(*args, **options)
     return call
@@ -62,9 +64,8 @@ ROUTINES = [*LAYERED, "cholesky", "solve", "inv", "qr", "lstsq", "eigh", "svd", 
 def run(folder: Path, routine: str, what: str, **env: str):
     path = folder / "program.py"
     path.write_text(PROGRAM.replace("WHAT", what))
-    begin = time.monotonic()
     done = launch(4, [str(path), routine], env=env, timeout=60)
-    seconds = time.monotonic() - begin
+    seconds = time.time() - path.with_suffix(".failed").stat().st_mtime  # loops may have been compiled before
     print(f"exit code {done.returncode} after {seconds:.1f} s\n{done.stdout}\n{done.stderr}")
     assert done.returncode not in (0, 124)
     assert "done" not in done.stdout

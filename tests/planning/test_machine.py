@@ -51,6 +51,7 @@ def test_names_of_shipped_machines() -> None:
     ("old", "new", "words"),
     [
         ("rate = 1e9", "rate = 2e18", "m.toml: gemm.float32.rate = 2e.18: it should be .* at most 1e.18"),
+        ("rate = 1e9", f"rate = 1{'0' * 400}", "m.toml: gemm.float32.rate = 10.*: it should be .* at most 1e.18"),
         ("rate = 1e9", "rate = -3", "m.toml: gemm.float32.rate = -3: it should be .* more than 1e.06"),
         ("rate = 1e9", 'rate = "fast"', "m.toml: gemm.float32.rate = 'fast': it should be a number"),
         ("rate = 1e9", "rate = nan", "m.toml: gemm.float32.rate = nan: it should be a number"),
