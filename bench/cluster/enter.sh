@@ -1,8 +1,8 @@
 #!/bin/sh
 # What Hydra takes for ssh: `enter.sh [options] ADDRESS COMMAND` runs the command on the emulated host of that address.
-# Hosts are the network namespaces PARLINALG_CLUSTER followed by the address's last number, and have the cores that stand
-# at this place of PARLINALG_CLUSTER_CORES.  What runs there is in the control group PARLINALG_CLUSTER_GROUPS-CORES, if there
-# is one.
+# Hosts are the network namespaces PARLINALG_CLUSTER followed by the address's last number, and have the cores that
+# stand at this place of PARLINALG_CLUSTER_CORES.  What runs there is in the control group PARLINALG_CLUSTER_GROUPS-CORES
+# if it is there.
 while [ $# -gt 0 ]; do
     case $1 in
         -x) shift ;;

@@ -246,7 +246,8 @@ def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
     """Return L and U in one matrix, by partial pivoting, and the order of the rows, which is on the host.
 
     A singular matrix on a GPU is factored on the host.  Where `given` has the same values, one in Fortran's order may
-    be replaced.  OpenBLAS neither swaps nor divides where a pivot has no reciprocal: such matrices are factored here.
+    be replaced; if they lie in the same memory, no pivot may be below the normal numbers.  OpenBLAS neither swaps nor
+    divides where a pivot has no reciprocal: such matrices are factored here.
     """
     if _device(a) and a.size:
         if (regular := regular_lu(a)) is not None:
@@ -269,7 +270,7 @@ def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
 
 
 def _lu_by_quotients(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Do what `lu` does, by quotients of pivots where LAPACK multiplies by reciprocals."""
+    """Return what `lu` does, by quotients where LAPACK multiplies by the reciprocals of pivots."""
     found, order, k = np.array(a, order="C"), np.arange(len(a)), min(a.shape)
     for first in range(0, k, PANEL):
         last = min(first + PANEL, k)

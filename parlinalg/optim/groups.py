@@ -133,8 +133,8 @@ def decay_groups(
         The weight decay of the first group; that of the second is 0.
     no_decay : sequence of str, optional
         What does not decay: parameters with one of these in their qualified names, such as ["bias", "norm"]; patterns
-        with `*`, `?` or `[` match the whole name.  Each is in some parameter's name.  By default all biases (names that
-        end with "bias") and all parameters of less than two dims, such as those of norms.
+        with `*`, `?` or `[` match the whole name.  By default all biases (names that end with "bias") and all
+        parameters of less than two dims, such as those of norms.
     **options
         Further options of both groups.
 
@@ -142,6 +142,11 @@ def decay_groups(
     -------
     list of dict
         Always two, in this order; one may be empty, as on a stage of a pipeline.
+
+    Raises
+    ------
+    ConfigError
+        If `no_decay` is a string, or a pattern of it is in no parameter's name, on any stage of a pipeline.
 
     Examples
     --------
@@ -194,6 +199,11 @@ def matrix_groups(
     -------
     list of dict
         Always two, in this order; one may be empty, as on a stage of a pipeline.
+
+    Raises
+    ------
+    ConfigError
+        If `no_decay` is a string, or a pattern of it is in no parameter's name, on any stage of a pipeline.
 
     Examples
     --------
