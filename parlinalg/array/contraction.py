@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray, axis_of, delivered, same_grid
-from parlinalg.array.dispatch import takes_over
+from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.joining import diagonal, stack
 from parlinalg.array.reductions import dims_of, settled, total
 from parlinalg.array.shapes import reshape
@@ -294,8 +294,19 @@ def cross(a: Any, b: Any, axisa: int = -1, axisb: int = -1, axisc: int = -1, axi
     return stack(found, axis_of(axisc, found[0].ndim + 1))
 
 
+@primitive
 def multi_dot(arrays: Sequence[Any], out: Any = None) -> DistArray:
-    """Return the product of matrices, the first and last of which may be vectors, in an order of few operations."""
+    """Return the product of two or more matrices, in an order of few operations.
+
+    The first may be a vector, a row, and the last one a vector, a column; `out` takes the product.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two, or the columns of one are not as many as the rows of the next.
+    LinAlgError
+        If one has other dims.
+    """
     given = [_array(a, "linalg.multi_dot") for a in arrays]
     return einsum(chain(given), *given, out=out, optimize="greedy")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array import transfer
 from parlinalg.array.core import DistArray, native, refused_dtype, whole
-from parlinalg.array.dispatch import primitive
+from parlinalg.array.dispatch import of_arrays, primitive
 from parlinalg.array.shapes import shape_of
 from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
@@ -344,21 +344,25 @@ def _like(x: DistArray, value: Any, dtype: Any, device: Any, layout: Layout | No
     return full(x.shape, value, x.grid, layout, x.dtype if dtype is None else dtype)
 
 
+@of_arrays
 def zeros_like(x: DistArray, /, *, dtype: Any = None, device: Any = None, layout: Layout | None = None) -> DistArray:
     """Return an array of zeros of the same shape, layout and dtype."""
     return _like(x, 0, dtype, device, layout)
 
 
+@of_arrays
 def ones_like(x: DistArray, /, *, dtype: Any = None, device: Any = None, layout: Layout | None = None) -> DistArray:
     """Return an array of ones of the same shape, layout and dtype."""
     return _like(x, 1, dtype, device, layout)
 
 
+@of_arrays
 def empty_like(x: DistArray, /, *, dtype: Any = None, device: Any = None, layout: Layout | None = None) -> DistArray:
     """Return an array of the same shape, layout and dtype whose elements are yet to be written."""
     return _like(x, 0, dtype, device, layout)
 
 
+@of_arrays
 def full_like(
     x: DistArray, /, fill_value: Any, *, dtype: Any = None, device: Any = None, layout: Layout | None = None
 ) -> DistArray:
@@ -459,6 +463,8 @@ def from_dlpack(x: Any, /, *, device: Any = None, copy: Any = None) -> DistArray
     """
     if isinstance(x, DistArray):
         return x.copy() if copy else x
+    if not hasattr(x, "__dlpack_device__"):
+        raise TypeError(f"from_dlpack takes an array of a library that has DLPack, not {type(x).__name__}")
     if x.__dlpack_device__()[0] in DLPACK_HOST:
         return asarray(np.from_dlpack(x), device=device)
     grid = default_grid()

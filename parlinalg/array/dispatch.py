@@ -1,4 +1,4 @@
-"""Functions whose calls another kind of array takes over: tensors, which record them."""
+"""Functions whose calls another kind of array takes over: tensors, which record them; and what they say to no array."""
 
 from __future__ import annotations
 
@@ -38,6 +38,36 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
             if (taker := _taker(value)) is not None:
                 return taker.__parlinalg_function__(call, args, kwargs)
         return function(*args, **kwargs)
+
+    return call
+
+
+def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function name what it is given in place of an array: the first argument, or an item of that.
+
+    Examples
+    --------
+    >>> @of_arrays
+    ... def rows(x):
+    ...     return x.shape[0]
+    >>> rows([1, 2])
+    Traceback (most recent call last):
+        ...
+    TypeError: rows takes DistArrays, not list of int; parlinalg.asarray makes one
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except AttributeError:
+            given = next(iter((*args, *kwargs.values())), None)
+            items = given if isinstance(given, tuple | list) else ()
+            odd = next((x for x in items or [given] if not (takes_over(x) or hasattr(x, "layout"))), call)
+            if odd is call:
+                raise
+            kind = f"{type(given).__name__} of " * bool(items) + type(odd).__name__
+        raise TypeError(f"{function.__name__} takes DistArrays, not {kind}; parlinalg.asarray makes one")
 
     return call
 

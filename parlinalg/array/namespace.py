@@ -32,7 +32,7 @@ from parlinalg.array.create import (
     zeros,
     zeros_like,
 )
-from parlinalg.array.dispatch import primitive
+from parlinalg.array.dispatch import of_arrays, primitive
 from parlinalg.grid import default_grid
 from parlinalg.layout import Layout
 
@@ -239,22 +239,26 @@ def __array_namespace_info__() -> Info:
     return Info()
 
 
+@of_arrays
 def meshgrid(*arrays: DistArray, indexing: str = "xy") -> tuple[DistArray, ...]:
     """Return arrays of coordinates from one line of each dim."""
     return tuple(joining.meshgrid(*arrays, indexing=indexing))
 
 
+@of_arrays
 def tril(x: DistArray, /, *, k: int = 0) -> DistArray:
     """Return the matrices with zeros above diagonal number k."""
     return joining.triangle(x, k, lower=True)
 
 
+@of_arrays
 def triu(x: DistArray, /, *, k: int = 0) -> DistArray:
     """Return the matrices with zeros below diagonal number k."""
     return joining.triangle(x, k, lower=False)
 
 
 # ------------------------------------------------------------------------------------------------ dtypes
+@of_arrays
 def astype(x: DistArray, dtype: Any, /, *, copy: builtins.bool = True, device: Any = None) -> DistArray:
     """Return every element converted."""
     if device is not None and device != x.device:
@@ -390,12 +394,14 @@ trunc = _elementwise("trunc", np.trunc)
 
 
 @primitive
+@of_arrays
 def real(x: DistArray, /) -> DistArray:
     """Return the real parts."""
     return x.real
 
 
 @primitive
+@of_arrays
 def imag(x: DistArray, /) -> DistArray:
     """Return the imaginary parts."""
     return x.imag
@@ -406,6 +412,7 @@ def round(x: DistArray, /, *, decimals: int = 0) -> DistArray:
     return np.round(x, decimals)  # type: ignore[return-value]
 
 
+@of_arrays
 def clip(x: DistArray, /, min: Any = None, max: Any = None) -> DistArray:
     """Return every element moved into the range from `min` to `max`, in the dtype of x."""
     out = x
@@ -423,21 +430,25 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     return np.broadcast_shapes(*shapes)
 
 
+@of_arrays
 def broadcast_to(x: DistArray, /, shape: Any) -> DistArray:
     """Return the array repeated to a shape."""
     return joining.broadcast_to(x, shape)
 
 
+@of_arrays
 def broadcast_arrays(*arrays: DistArray) -> tuple[DistArray, ...]:
     """Return the arrays repeated to their common shape."""
     return tuple(joining.broadcast_arrays(*arrays))
 
 
+@of_arrays
 def concat(arrays: Sequence[DistArray], /, *, axis: int | None = 0) -> DistArray:
     """Return the arrays one after the other along a dim; flattened, if `axis` is None."""
     return joining.concatenate(arrays, axis)
 
 
+@of_arrays
 def expand_dims(x: DistArray, /, axis: Any = 0) -> DistArray:
     """Return the array with new dims of size 1, at these places of the result."""
     try:
@@ -446,26 +457,31 @@ def expand_dims(x: DistArray, /, axis: Any = 0) -> DistArray:
         raise IndexError(str(error)) from None
 
 
+@of_arrays
 def flip(x: DistArray, /, *, axis: Any = None) -> DistArray:
     """Return the array with the order of elements reversed along dims (default: all)."""
     return joining.flip(x, axis)
 
 
+@of_arrays
 def moveaxis(x: DistArray, source: Any, destination: Any, /) -> DistArray:
     """Return the array with dims moved to other places."""
     return np.moveaxis(x, source, destination)  # type: ignore[type-var]
 
 
+@of_arrays
 def permute_dims(x: DistArray, /, axes: tuple[int, ...]) -> DistArray:
     """Return the array with its dims in another order."""
     return x.transpose(axes)
 
 
+@of_arrays
 def repeat(x: DistArray, repeats: Any, /, *, axis: int | None = None) -> DistArray:
     """Return the items of a dim (default: all elements) repeated."""
     return joining.repeat(x, repeats, axis)
 
 
+@of_arrays
 def reshape(x: DistArray, /, shape: Any, *, copy: Any = None, layout: Layout | None = None) -> DistArray:
     """Return the same elements, in C order, in another shape."""
     if copy is False:
@@ -473,63 +489,75 @@ def reshape(x: DistArray, /, shape: Any, *, copy: Any = None, layout: Layout | N
     return shapes.reshape(x, shape, layout)
 
 
+@of_arrays
 def roll(x: DistArray, /, shift: Any, *, axis: Any = None) -> DistArray:
     """Return the array with elements moved along dims, those beyond the end coming in at the begin."""
     return joining.roll(x, shift, axis)
 
 
+@of_arrays
 def squeeze(x: DistArray, /, axis: Any = None) -> DistArray:
     """Return the array without these dims, of size 1."""
     return np.squeeze(x, axis)  # type: ignore[return-value]
 
 
+@of_arrays
 def stack(arrays: Sequence[DistArray], /, *, axis: int = 0) -> DistArray:
     """Return arrays of one shape along a new dim."""
     return joining.stack(arrays, axis)
 
 
+@of_arrays
 def tile(x: DistArray, repetitions: tuple[int, ...], /) -> DistArray:
     """Return the array repeated as a whole, so often along each dim."""
     return joining.tile(x, repetitions)
 
 
+@of_arrays
 def unstack(x: DistArray, /, *, axis: int = 0) -> tuple[DistArray, ...]:
     """Return the items of a dim."""
     return joining.unstack(x, axis)
 
 
+@of_arrays
 def take(x: DistArray, indices: Any, /, *, axis: int | None = None) -> DistArray:
     """Return the items of a dim that indices choose."""
     return joining.take(x, indices, axis)
 
 
+@of_arrays
 def take_along_axis(x: DistArray, indices: DistArray, /, *, axis: int = -1) -> DistArray:
     """Return for each element of `indices` the element of its line along a dim."""
     return joining.take_along_axis(x, indices, axis)
 
 
 # ------------------------------------------------------------------------------------------------ searching
+@of_arrays
 def argmax(x: DistArray, /, *, axis: int | None = None, keepdims: builtins.bool = False) -> DistArray:
     """Return the index of the first largest element along a dim, or of all in C order."""
     return sorting.arg_extreme(x, "max", axis, keepdims)
 
 
+@of_arrays
 def argmin(x: DistArray, /, *, axis: int | None = None, keepdims: builtins.bool = False) -> DistArray:
     """Return the index of the first smallest element along a dim, or of all in C order."""
     return sorting.arg_extreme(x, "min", axis, keepdims)
 
 
+@of_arrays
 def count_nonzero(x: DistArray, /, *, axis: Any = None, keepdims: builtins.bool = False) -> DistArray:
     """Return how many elements are not zero, over dims."""
     return sum(not_equal(x, 0), axis=axis, dtype=int64, keepdims=keepdims)
 
 
+@of_arrays
 def nonzero(x: DistArray, /) -> tuple[DistArray, ...]:
     """Return for each dim the indices of the elements that are not zero, in C order."""
     return sorting.nonzero(x)
 
 
 @primitive
+@of_arrays
 def searchsorted(x1: DistArray, x2: Any, /, *, side: str = "left", sorter: DistArray | None = None) -> DistArray:
     """Return where the values x2 would be inserted into x1, sorted or in the order `sorter`."""
     x1 = x1 if sorter is None else joining.take(x1, sorter, 0)
@@ -542,9 +570,10 @@ def where(condition: DistArray, x1: Any = None, x2: Any = None, /) -> Any:
 
 
 @primitive
+@of_arrays
 def isin(x1: Any, x2: Any, /, *, invert: builtins.bool = False) -> DistArray:
     """Return True for each element of x1 that is among the elements of x2."""
-    grid = next(x.grid for x in (x1, x2) if isinstance(x, DistArray))
+    grid = (x1 if isinstance(x1, DistArray) else x2).grid
     x1, x2 = (x if isinstance(x, DistArray) else asarray(x, grid=grid) for x in (x1, x2))
     if not x2.size:
         return full_like(x1, invert, dtype=bool)
@@ -557,6 +586,7 @@ def isin(x1: Any, x2: Any, /, *, invert: builtins.bool = False) -> DistArray:
     return np.not_equal(same, invert)
 
 
+@of_arrays
 def sort(
     x: DistArray, /, *, axis: int = -1, descending: builtins.bool = False, stable: builtins.bool = True
 ) -> DistArray:
@@ -564,6 +594,7 @@ def sort(
     return sorting.sort(x, axis, descending)
 
 
+@of_arrays
 def argsort(
     x: DistArray, /, *, axis: int = -1, descending: builtins.bool = False, stable: builtins.bool = True
 ) -> DistArray:
@@ -595,12 +626,14 @@ class UniqueInverseResult(NamedTuple):
 
 
 @primitive
+@of_arrays
 def unique_all(x: DistArray, /) -> UniqueAllResult:
     """Return the distinct values, sorted, where each is first, every element's value's number, and the counts."""
     return UniqueAllResult(*sorting.unique(x))
 
 
 @primitive
+@of_arrays
 def unique_counts(x: DistArray, /) -> UniqueCountsResult:
     """Return the distinct values, sorted, and how often each is there."""
     values, _, _, counts = sorting.unique(x)
@@ -608,6 +641,7 @@ def unique_counts(x: DistArray, /) -> UniqueCountsResult:
 
 
 @primitive
+@of_arrays
 def unique_inverse(x: DistArray, /) -> UniqueInverseResult:
     """Return the distinct values, sorted, and for every element the number of its value."""
     values, _, inverse, _ = sorting.unique(x)
@@ -615,6 +649,7 @@ def unique_inverse(x: DistArray, /) -> UniqueInverseResult:
 
 
 @primitive
+@of_arrays
 def unique_values(x: DistArray, /) -> DistArray:
     """Return the distinct values, sorted."""
     return sorting.unique(x)[0]
@@ -643,11 +678,13 @@ def _wide(x: DistArray, dtype: Any) -> Any:
     return {"b": int64, "i": int64, "u": uint64}.get(x.dtype.kind, x.dtype)
 
 
+@of_arrays
 def sum(x: DistArray, /, *, axis: Any = None, dtype: Any = None, keepdims: builtins.bool = False) -> DistArray:
     """Return the sums over dims."""
     return np.sum(x, axis=axis, dtype=_wide(x, dtype), keepdims=keepdims)
 
 
+@of_arrays
 def prod(x: DistArray, /, *, axis: Any = None, dtype: Any = None, keepdims: builtins.bool = False) -> DistArray:
     """Return the products over dims."""
     return np.prod(x, axis=axis, dtype=_wide(x, dtype), keepdims=keepdims)
@@ -673,6 +710,7 @@ def any(x: DistArray, /, *, axis: Any = None, keepdims: builtins.bool = False) -
     return np.any(x, axis=axis, keepdims=keepdims)
 
 
+@of_arrays
 def cumulative_sum(
     x: DistArray, /, *, axis: int | None = None, dtype: Any = None, include_initial: builtins.bool = False
 ) -> DistArray:
@@ -680,6 +718,7 @@ def cumulative_sum(
     return _running(x, "add", axis, dtype, include_initial)
 
 
+@of_arrays
 def cumulative_prod(
     x: DistArray, /, *, axis: int | None = None, dtype: Any = None, include_initial: builtins.bool = False
 ) -> DistArray:
@@ -707,6 +746,7 @@ def _running(x: DistArray, name: str, axis: int | None, dtype: Any, initial: bui
     return joining.concatenate([first, out], d)
 
 
+@of_arrays
 def diff(
     x: DistArray, /, n: int = 1, axis: int = -1, prepend: DistArray | None = None, append: DistArray | None = None
 ) -> DistArray:
@@ -715,11 +755,13 @@ def diff(
 
 
 # ------------------------------------------------------------------------------------------------ linear algebra
+@of_arrays
 def matrix_transpose(x: DistArray, /) -> DistArray:
     """Return the matrices with rows and columns exchanged."""
     return x.mT
 
 
+@of_arrays
 def vecdot(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
     """Return the sums of conj(x1) x2 along a dim."""
     if not -builtins.min(x1.ndim, x2.ndim) <= axis < 0:
@@ -730,6 +772,7 @@ def vecdot(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
 
 
 @primitive
+@of_arrays
 def tensordot(x1: DistArray, x2: DistArray, /, *, axes: Any = 2) -> DistArray:
     """Return the sums of products over the last `axes` dims of x1 and the first of x2, or over two lists of dims."""
     if isinstance(axes, int | np.integer):

@@ -406,7 +406,7 @@ tensordot = differentiable(namespace.tensordot, x1=of_left, x2=of_right, moves=T
 
 as_op(np.tensordot)(lambda a, b, axes=2: tensordot(a, b, axes=axes))
 as_op(np.linalg.tensordot)(lambda x1, x2, axes=2: tensordot(x1, x2, axes=axes))
-as_op(np.linalg.multi_dot)(lambda arrays, out=None: einsum(contraction.chain(arrays), *arrays))
+as_op(np.linalg.multi_dot, contraction.multi_dot)(lambda arrays, out=None: einsum(contraction.chain(arrays), *arrays))
 
 
 def contraction_of(arrays: list[DistArray], inputs: list[str], output: str) -> DistArray:

@@ -334,7 +334,7 @@ class TensorFactor:
     """
 
     def __init__(self, a: Tensor, factor: Any) -> None:
-        self.a, self.factor = a, factor
+        self.a, self.factor, self.maker = a, factor, factor.maker
         self.grid, self.shape, self.dtype, self.layout = factor.grid, factor.shape, factor.dtype, factor.layout
 
 

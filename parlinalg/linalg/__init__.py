@@ -1,4 +1,4 @@
-"""Linear algebra on distributed arrays, by the names of the Array API standard's extension `linalg`."""
+"""Linear algebra on distributed arrays, by the names of the Array API standard's extension `linalg` and of NumPy's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import contraction, reductions
+from parlinalg.array.contraction import multi_dot
 from parlinalg.array.core import DistArray, whole
-from parlinalg.array.dispatch import primitive, takes_over
+from parlinalg.array.dispatch import of_arrays, primitive, takes_over
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
 from parlinalg.array.joining import dims_of
@@ -26,7 +27,17 @@ from parlinalg.array.namespace import (
 from parlinalg.array.reductions import extreme_size
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import cho_factor, cholesky, lu, lu_factor, qr, qr_factor, triangle_of_qr
+from parlinalg.linalg.factors import (
+    cho_factor,
+    cho_solve,
+    cholesky,
+    lu,
+    lu_factor,
+    lu_solve,
+    qr,
+    qr_factor,
+    triangle_of_qr,
+)
 from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
@@ -41,6 +52,7 @@ __all__ = [
     "LinAlgError",
     "cg",
     "cho_factor",
+    "cho_solve",
     "cholesky",
     "cond",
     "cross",
@@ -59,12 +71,15 @@ __all__ = [
     "lstsq",
     "lu",
     "lu_factor",
+    "lu_solve",
     "matmul",
     "matrix_norm",
     "matrix_power",
     "matrix_rank",
     "matrix_transpose",
     "minres",
+    "multi_dot",
+    "norm",
     "null_space",
     "orth",
     "outer",
@@ -82,6 +97,8 @@ __all__ = [
     "svds",
     "svdvals",
     "tensordot",
+    "tensorinv",
+    "tensorsolve",
     "trace",
     "vecdot",
     "vector_norm",
@@ -94,6 +111,7 @@ def _matrices(x: DistArray, name: str) -> DistArray:
     return x
 
 
+@of_arrays
 def outer(x1: DistArray, x2: DistArray, /) -> DistArray:
     """Return the products of every element of one vector with every one of another, [m, n]."""
     if x1.ndim != 1 or x2.ndim != 1:
@@ -101,6 +119,7 @@ def outer(x1: DistArray, x2: DistArray, /) -> DistArray:
     return x1[:, None] * x2[None, :]
 
 
+@of_arrays
 def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
     """Return the cross products of the vectors of three elements along a dim."""
     if not -min(x1.ndim, x2.ndim) <= axis < 0:
@@ -108,17 +127,20 @@ def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
     return contraction.cross(x1, x2, axis=axis)
 
 
+@of_arrays
 def diagonal(x: DistArray, /, *, offset: int = 0) -> DistArray:
     """Return diagonal number `offset` of the matrices of the last two dims."""
     return _diagonal(_matrices(x, "diagonal"), offset, -2, -1)
 
 
+@of_arrays
 def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
     """Return the sums of diagonal number `offset` of the matrices of the last two dims."""
     return sum(diagonal(_matrices(x, "trace"), offset=offset), axis=-1, dtype=dtype)
 
 
 @primitive
+@of_arrays
 def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> DistArray:
     """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
     if isinstance(ord, str):
@@ -126,6 +148,7 @@ def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, or
     return reductions.vector_norm(x, ord, tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim), keepdims)
 
 
+@of_arrays
 def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") -> DistArray:
     """Return the norms of the matrices of the last two dims: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
     _matrices(x, "matrix_norm")
@@ -142,6 +165,7 @@ def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") ->
     return found if keepdims else reshape(found, x.shape[:-2])
 
 
+@of_arrays
 def matrix_power(x: DistArray, n: int, /) -> DistArray:
     """Return the n-th powers of the square matrices of the last two dims, by repeated squaring.
 
@@ -209,7 +233,22 @@ def _cholesky(a: DistArray, upper: Any = False) -> DistArray:
 
 
 @handles(np.linalg.norm)
-def _norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False) -> DistArray:
+@of_arrays
+def norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False) -> DistArray:
+    """Return norms of vectors or matrices, of all orders that NumPy has.
+
+    Parameters
+    ----------
+    x : DistArray
+    ord : {None, "fro", "nuc", 1, -1, 2, -2, inf, -inf} or float, optional
+        Of vectors any number, (Σ |x|^ord)^(1/ord), 0 for how many elements are not 0, and ±inf.  Of matrices "fro" or
+        None, the sum "nuc" of the singular values, ±2 the largest and the smallest of them, ±1 and ±inf sums of columns
+        and rows.  None without `axis` is the root of all squares.
+    axis : int or pair of int, optional
+        The dims of the vectors or of the matrices; by default all, of which there are one or two unless `ord` is None.
+    keepdims : bool
+        These dims stay, of size 1.
+    """
     dims = tuple(range(x.ndim)) if axis is None else axis
     if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:
         return reductions.norm(x, ord, axis, bool(keepdims))
@@ -220,7 +259,7 @@ def _norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False
 
 @handles(np.linalg.matrix_norm)
 def _matrix_norm(x: DistArray, keepdims: Any = False, ord: Any = "fro") -> DistArray:
-    return _norm(x, ord, (-2, -1), keepdims)
+    return norm(x, ord, (-2, -1), keepdims)
 
 
 @handles(np.linalg.svd)
@@ -275,7 +314,22 @@ def regrouped(x: DistArray, shape: tuple[int, ...]) -> DistArray:
 
 
 @handles(np.linalg.tensorinv)
-def _tensorinv(a: DistArray, ind: int = 2) -> DistArray:
+@of_arrays
+def tensorinv(a: DistArray, ind: int = 2) -> DistArray:
+    """Return the inverse of an array for `tensordot` over its last dims: b with Σ a[i, k] b[k, j] the identity.
+
+    Parameters
+    ----------
+    a : DistArray
+        Of dims i and k; the dims i have as many elements as the dims k.
+    ind : int
+        How many dims i there are, at least 1.
+
+    Raises
+    ------
+    LinAlgError
+        If the dims do not have as many elements, or the array is singular.
+    """
     ind = whole("tensorinv: ind", ind, 1)
     size = math.prod(a.shape[ind:])
     if math.prod(a.shape[:ind]) != size:
@@ -284,7 +338,23 @@ def _tensorinv(a: DistArray, ind: int = 2) -> DistArray:
 
 
 @handles(np.linalg.tensorsolve)
-def _tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
+@of_arrays
+def tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
+    """Return the x for which `tensordot(a, x, x.ndim)` is b.
+
+    Parameters
+    ----------
+    a : DistArray
+        Of b's dims, then of x's, which have as many elements.
+    b : DistArray
+    axes : tuple of int, optional
+        Dims of `a` that are moved behind the others first.
+
+    Raises
+    ------
+    LinAlgError
+        If the dims do not fit, or `a` is singular.
+    """
     if axes is not None:
         a = moveaxis(a, axes, tuple(range(a.ndim - len(axes), a.ndim)))
     shape = a.shape[b.ndim :]

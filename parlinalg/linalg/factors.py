@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class SlogdetResult(NamedTuple):
 class Factor:
     """A factorization that stays in its working form, so that many solutions pay the way there once."""
 
+    maker: ClassVar[str] = "qr_factor"
+    """The function of `parlinalg.linalg` that makes it."""
     tiles: Tiles
     _t: Any
 
@@ -85,6 +87,8 @@ class CholeskyFactor(Factor):
 
     With `passing` only `L` is made, which needs no trip home where every rank sees the whole of it pass.
     """
+
+    maker = "cho_factor"
 
     def __init__(
         self, a: DistArray, block: int | None = None, *, passing: bool = False, depth: int | None = None
@@ -176,6 +180,8 @@ class LUFactor(Factor):
     With `spent` A and b, which are finite, are not needed any more: they have no elements after it.  No pivot
     of such an A may be below the normal numbers.
     """
+
+    maker = "lu_factor"
 
     def __init__(
         self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
@@ -568,6 +574,35 @@ def lu_factor(a: DistArray, block: int | None = None, *, depth: int | None = Non
 
         return LUStack(a, no_layers(block, depth))
     return LUFactor(a, block, depth=depth)
+
+
+def lu_solve(factor: Any, b: DistArray, /, *, adjoint: bool = False) -> DistArray:
+    """Return x of A x = b, or with `adjoint` of Aᴴ x = b, from the factorization that `lu_factor` made of A.
+
+    This is `factor.solve(b, adjoint)`, by SciPy's name; `b` has shape (n,), (n, k) or (..., n, k).
+
+    Raises
+    ------
+    LinAlgError
+        If A is singular.
+    """
+    return _made_by("lu_factor", factor).solve(b, adjoint)
+
+
+def cho_solve(factor: Any, b: DistArray, /) -> DistArray:
+    """Return x of A x = b from the factorization that `cho_factor` made of A.
+
+    This is `factor.solve(b)`, by SciPy's name; `b` has shape (n,), (n, k) or (..., n, k).
+    """
+    return _made_by("cho_factor", factor).solve(b)
+
+
+def _made_by(maker: str, factor: Any) -> Any:
+    """Return a factorization if it is one that the function of this name makes, of arrays or tensors."""
+    if getattr(factor, "maker", None) != maker:
+        name, kind = maker.replace("factor", "solve"), type(factor).__name__
+        raise TypeError(f"{name} takes what {maker}(A) returns, not an object of type {kind}")
+    return factor
 
 
 @primitive

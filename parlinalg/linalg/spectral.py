@@ -11,7 +11,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.create import zeros
-from parlinalg.array.dispatch import primitive
+from parlinalg.array.dispatch import of_arrays, primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import isfinite, isnan, tril, where
 from parlinalg.array.shapes import reshape
@@ -367,6 +367,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
 
 
+@of_arrays
 def cond(x: DistArray, p: Any = None) -> DistArray:
     """Return the condition numbers of matrices, in a norm of `matrix_norm`; None is 2.  Of singular ones it is inf."""
     from parlinalg.linalg import matrix_norm

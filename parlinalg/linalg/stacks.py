@@ -239,6 +239,8 @@ class FactorStack(Factor):
 class CholeskyStack(FactorStack):
     """The factorizations A = L Lᴴ of Hermitian positive definite matrices [..., n, n]; made by `cho_factor`."""
 
+    maker = "cho_factor"
+
     def __init__(self, a: DistArray, block: int | None = None) -> None:
         a = as_matrix(a, "cholesky", square=True)
         super().__init__(tril(a), "cholesky", lambda x: CholeskyFactor(x, block), LocalCholesky)
@@ -256,6 +258,8 @@ class CholeskyStack(FactorStack):
 
 class LUStack(FactorStack):
     """The factorizations P A = L U of matrices [..., m, n]; made by `lu_factor`."""
+
+    maker = "lu_factor"
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
         a = as_matrix(a, "lu_factor")

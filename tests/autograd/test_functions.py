@@ -280,8 +280,16 @@ DIFFERENTIABLE: dict[str, list[Case]] = {
     ],
     "linalg.matrix_power": [Case(lambda x, n=n: pla.linalg.matrix_power(x, n), SQUARE) for n in (0, 1, 3)],
     "linalg.matrix_transpose": [Case(pla.linalg.matrix_transpose, X)],
+    "linalg.multi_dot": [Case(lambda *x: pla.linalg.multi_dot(x), X, Y.T.copy(), X)],
+    "linalg.norm": [
+        *(Case(lambda x, o=o: pla.linalg.norm(x, o), X) for o in (None, 1, "nuc")),
+        Case(lambda x: pla.linalg.norm(x, axis=(2, 0), keepdims=True), CUBE),
+        Case(lambda x: pla.linalg.norm(x, 3, axis=-1), Z),
+    ],
     "linalg.outer": [Case(pla.linalg.outer, ROW, LINE, whole=(0,))],
     "linalg.tensordot": [Case(lambda x, y: pla.linalg.tensordot(x, y, axes=([0], [0])), X, Y)],
+    "linalg.tensorinv": [Case(lambda x: pla.linalg.tensorinv(x, 1), REGULAR)],
+    "linalg.tensorsolve": [Case(pla.linalg.tensorsolve, REGULAR, SQUARE[0], whole=(-1,))],
     "linalg.trace": [Case(lambda x: pla.linalg.trace(x, offset=k), a) for k in (0, 1) for a in (SQUARE, CUBE)],
     "linalg.vecdot": [Case(pla.linalg.vecdot, X, Y)],
     "linalg.vector_norm": [
@@ -302,6 +310,14 @@ DIFFERENTIABLE: dict[str, list[Case]] = {
         Case(lambda a, b, o=o: pla.linalg.solve_triangular(a, b, **o), a, SQUARE + a.dtype.type(0))
         for a in (REGULAR, REGULAR * (1 + 0.3j))
         for o in ({}, {"lower": True}, {"adjoint": True}, {"unit_diagonal": True, "lower": True, "adjoint": True})
+    ],
+    "linalg.lu_solve": [
+        Case(lambda a, b, t=t: pla.linalg.lu_solve(pla.linalg.lu_factor(a), b, adjoint=t), a, SQUARE + a.dtype.type(0))
+        for a in (REGULAR, REGULAR * (1 + 0.3j))
+        for t in (False, True)
+    ],
+    "linalg.cho_solve": [
+        Case(lambda a, b: pla.linalg.cho_solve(pla.linalg.cho_factor(positive(a)), b), SQUARE, SQUARE)
     ],
     "linalg.inv": [
         Case(pla.linalg.inv, REGULAR),

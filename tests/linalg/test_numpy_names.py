@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import isfunction
+
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import Layout, linalg
+from parlinalg.array import namespace
 from parlinalg.linalg import factors
 from tests.cases import grids, layouts, same
 
@@ -41,7 +44,8 @@ def test_norms_of_matrices(grid, order):
             want = np.asarray(np.linalg.matrix_norm(a, ord=order, keepdims=keepdims))
             same(np.linalg.matrix_norm(x, ord=order, keepdims=keepdims), want, 1e-13)
             same(linalg.matrix_norm(x, ord=order, keepdims=keepdims), want, 1e-13)
-            same(np.linalg.norm(x, order, (-2, -1), keepdims), want, 1e-13)
+            for norm in (np.linalg.norm, linalg.norm):
+                same(norm(x, order, (-2, -1), keepdims), want, 1e-13)
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3, -1, INF, -INF])
@@ -247,3 +251,50 @@ def test_subnormal_matrices_are_not_refined(grid):
     """Their inverse scale is no number."""
     a, b = placed(grid, np.diag([1e-310, 2e-310]), 1), placed(grid, np.array([1.0, 2.0]))
     np.testing.assert_array_equal(linalg.solve(a, b, refine=True).gather(), linalg.solve(a, b).gather())
+
+
+def test_solutions_by_factors(grid):
+    """SciPy's names take what `lu_factor` and `cho_factor` return, of stacks too, and nothing else."""
+    for shape in ((7, 7), (3, 4, 4)):
+        a, b = random(*shape, dtype=complex), random(*shape[:-1], 2, seed=1)
+        x, y = placed(grid, a, 1), placed(grid, b, 2)
+        factor = linalg.lu_factor(x)
+        same(linalg.lu_solve(factor, y), np.linalg.solve(a, b), 1e-11)
+        same(linalg.lu_solve(factor, y, adjoint=True), np.linalg.solve(a.conj().swapaxes(-1, -2), b), 1e-11)
+        positive = a @ a.conj().swapaxes(-1, -2)
+        chol = linalg.cho_factor(placed(grid, positive))
+        same(linalg.cho_solve(chol, y), np.linalg.solve(positive, b), 1e-10)
+        for solve, odd in ((linalg.lu_solve, chol), (linalg.cho_solve, factor), (linalg.lu_solve, (x, x))):
+            with pytest.raises(
+                TypeError, match=rf"{solve.__name__} takes what .* returns, not .* {type(odd).__name__}"
+            ):
+                solve(odd, y)
+
+
+def test_products_and_inverses_of_many_dims(grid):
+    """`linalg` has NumPy's names for them."""
+    matrices = [random(2, 7), random(7, 3, seed=1), random(3, seed=2)]
+    given = [placed(grid, a, i) for i, a in enumerate(matrices)]
+    same(linalg.multi_dot(given), np.linalg.multi_dot(matrices), 1e-13)
+    a, b = random(2, 3, 6, seed=3), random(2, 3, seed=4)
+    same(linalg.tensorsolve(placed(grid, a, 1), placed(grid, b)), np.linalg.tensorsolve(a, b), 1e-11)
+    a = a.reshape(2, 3, 3, 2)
+    same(linalg.tensorinv(placed(grid, a, 2)), np.linalg.tensorinv(a), 1e-11)
+
+
+@pytest.mark.serial
+def test_functions_name_what_is_no_array():
+    """None of them fails for an attribute that a list, a number or an array of this rank alone does not have."""
+    told = 0
+    for home in (pla, pla.fft, linalg):
+        names = namespace.__all__ if home is pla else home.__all__
+        for function in filter(isfunction, (getattr(home, name) for name in names)):
+            for odd in ([np.eye(2)], [np.eye(2), np.ones(2)], [0.5], [[1, 2]], [[np.eye(2), np.eye(2)]], [object()]):
+                try:
+                    with np.errstate(all="ignore"):
+                        function(*odd)
+                except (TypeError, ValueError, np.linalg.LinAlgError) as error:
+                    told += str(error).startswith(f"{function.__name__} takes DistArrays, not ")
+                except IndexError:  # an axis that the array does not have
+                    pass
+    assert told > 200
