@@ -427,7 +427,7 @@ class Products:
 def _norms(squares: Block, grid: Grid) -> list[float]:
     """Return the norms of all matrices, at least 1e-7, from this rank's sums of squares.  Collective."""
     grid.everyone.all_reduce(squares)
-    return np.maximum(np.sqrt(grid.backend.to_host(squares)), LEAST_NORM).tolist()
+    return [float(norm) for norm in np.maximum(np.sqrt(grid.backend.to_host(squares)), LEAST_NORM)]
 
 
 def _elements(entry: Entry, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:

@@ -133,15 +133,17 @@ def test_ledgers_of_training_are_those_of_16_real_ranks(world, name):
 
 
 @pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", ["muon", "muon/home", "muon/gram", "muon/grid", "shampoo", "soap"])
 def test_ledgers_of_matrix_optimizers_are_those_of_real_ranks(world, name, stage):
-    """The parts that ranks update are known without asking."""
+    """The parts that ranks update are known without asking, however Muon's iteration is carried out."""
     scheme = schemes.discover()["2d"].SCHEME.with_data("data")
+    name, _, execution = name.partition("/")
+    optimizer = partial(optim.discover()[name], **({"execution": execution} if execution else {}))
     for sizes in sizes_for(scheme, world.size):
-        program = partial(train_gpt, scheme=scheme, stage=stage, optimizer=optim.discover()[name])
+        program = partial(train_gpt, scheme=scheme, stage=stage, optimizer=optimizer)
         book = both(world, sizes, program, what_if=pla.WhatIf())
-        assert book.words["all_to_all", tuple(sizes)] or world.size == 1
+        assert execution == "grid" or book.words["all_to_all", tuple(sizes)] or world.size == 1
 
 
 @pytest.mark.ranks(1, 4, full=(8,))
