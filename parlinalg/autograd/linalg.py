@@ -310,16 +310,12 @@ _r = known("qr", "x found q r", x=of_r)
 
 
 @as_op(linalg.qr)
-def qr(x: Tensor, /, *, mode: str = "reduced") -> factors.QRResult:
-    """Return Q and R of matrices whose first min(m, n) columns are independent."""
+def qr(x: Tensor, /, *, mode: str = "reduced") -> Any:
+    """Return Q and R of matrices whose first min(m, n) columns are independent, or R; its derivative needs Q."""
+    if mode == "r":
+        return qr(x).R if wants(x) else Tensor(linalg.qr(x.data, mode="r"))
     q, r = linalg.qr(x.data, mode=mode)
     return factors.QRResult(_q(x, q, q, r), _r(x, r, q, r))
-
-
-@as_op(factors.triangle_of_qr)
-def triangle_of_qr(x: Tensor) -> Tensor:
-    """Return R of a QR factorization; its derivative needs Q."""
-    return qr(x).R if wants(x) else Tensor(factors.triangle_of_qr(x.data))
 
 
 # ------------------------------------------------------------------------------------------------ factor objects

@@ -36,7 +36,6 @@ from parlinalg.linalg.factors import (
     lu_solve,
     qr,
     qr_factor,
-    triangle_of_qr,
 )
 from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
@@ -290,15 +289,11 @@ def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: A
 
 @handles(np.linalg.qr)
 def _qr(a: DistArray, mode: str = "reduced") -> Any:
-    if mode == "r":
-        return triangle_of_qr(a)
     if mode == "raw":
         raise ValueError(
             "np.linalg.qr(mode='raw') gives LAPACK's reflections, which distributed matrices do not have; "
             "parlinalg.linalg.qr_factor(a) keeps its own, and has R, Q(columns) and solve(b)"
         )
-    if mode not in ("reduced", "complete"):
-        raise ValueError(f"mode is 'reduced', 'complete' or 'r', not {mode!r}")
     return qr(a, mode=mode)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -638,18 +638,26 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
     return found if not upper else found.mT.conj().redistribute(found.layout)
 
 
+@overload
+def qr(x: DistArray, /, *, mode: Literal["r"]) -> DistArray: ...  # type: ignore[overload-overlap]
+@overload
+def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult: ...
+
+
 @primitive
-def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
+def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult | DistArray:
     """Return Q [..., m, k] and R [..., k, n] of matrices [..., m, n], in their layout.
 
     Parameters
     ----------
-    mode : {"reduced", "complete"}
-        k = min(m, n), or m.
+    mode : {"reduced", "complete", "r"}
+        k = min(m, n), or m.  "r" returns R of the reduced factorization alone, and makes no Q.
     """
     x = as_matrix(x, "qr")
+    if mode == "r":
+        return _triangle(x)
     if mode not in ("reduced", "complete"):
-        raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
+        raise ValueError(f"mode is 'reduced', 'complete' or 'r', not {mode!r}")
     one = x.ndim == 2
     if one and mode == "reduced" and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x)) is not None:
         return found
@@ -672,15 +680,13 @@ def _small(x: DistArray) -> bool:
     return x.grid.size == 1 and min(x.shape) <= SIZE
 
 
-@primitive
-def triangle_of_qr(x: DistArray) -> DistArray:
+def _triangle(x: DistArray) -> DistArray:
     """Return R [..., k, n] of the factorizations A = Q R of matrices [..., m, n], as `qr` does, and make no Q."""
-    x = as_matrix(x, "qr")
     one = x.ndim == 2
     if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
         return found.R
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
-        return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), triangle_of_qr, x)[0]
+        return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), _triangle, x)[0]
     return QRFactor(x, keep=False).R
 
 

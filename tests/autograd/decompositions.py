@@ -182,6 +182,7 @@ EXAMPLES: dict[str, list[Example]] = {
         *each(lambda la, x: of_qr(la, x, "complete"), SQUARE, WIDE),
         *each(lambda la, x: of_qr(la, x, "complete"), TALL, torch=False),
         *each(lambda la, x: of_completed(la, x, "qr"), TALL, torch=False),
+        *each(lambda la, x: abs(la.qr(x, mode="r")), TALL, STACK, torch=False),
     ],
     "qr_factor": [
         *each(by_qr, TALL, SQUARE, STACK, torch=False),
