@@ -204,6 +204,10 @@ def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False,
     xp = namespace(t)
     t = t + xp.eye(t.shape[-1], dtype=t.dtype) if unit else t
     t = t.swapaxes(-1, -2).conj() if adjoint else t
+    if has_values(t) and (small := _without_reciprocals(np.diagonal(t, 0, -2, -1))).any():  # see `_lifted`
+        scale = np.where(small, _lift(t.dtype), 1)[..., None]
+        with np.errstate(over="ignore"):
+            t, b = t * scale, b * scale
     if lower == adjoint:
         return xp.linalg.solve(t, b)
     # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
@@ -284,6 +288,36 @@ def _lu_by_quotients(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         substitute(found[first:last, first:last], found[first:last, last:], lower=True, unit=True)
         subtract(found[last:, last:], found[last:, first:last], found[first:last, last:])
     return found, order
+
+
+def stacked(every: Callable[..., Any], one: Callable[..., Any], a: Block, *more: Block) -> Any:
+    """Return `every(a, *more)`, by a routine of NumPy's for stacks, and of some matrices `one` of each of them.
+
+    These are the ones on the host whose pivots may be below the normal numbers: for them `one` calls `lu`.
+    """
+    if not isinstance(a, np.ndarray) or (few := _near_underflow(a)) is None:
+        return every(a, *more)
+    found = every(np.where(few[..., None, None], np.eye(a.shape[-1], dtype=a.dtype), a), *more)
+    for at in map(tuple, np.argwhere(few)):
+        parts = one(a[at], *(each[at] for each in more))
+        for out, part in zip(found, parts, strict=True) if isinstance(found, tuple) else [(found, parts)]:
+            out[at] = part
+    return found
+
+
+def _near_underflow(a: np.ndarray) -> np.ndarray | None:
+    """Return of which matrices of a stack elements, or products of two by a third, are near underflow; None of none."""
+    sizes = np.abs(a)
+    limit = np.finfo(sizes.dtype).tiny / np.finfo(sizes.dtype).eps
+    with np.errstate(all="ignore"):
+        largest = sizes.max(initial=0)
+        sizes[sizes == 0] = np.inf
+        least = sizes.min(initial=np.inf)
+        if not least / largest * least < limit:  # nor are those of any one matrix
+            return None
+        least, largest = sizes.min((-2, -1)), np.where(sizes < np.inf, sizes, 0).max((-2, -1))
+        few: np.ndarray = least / largest * least < limit
+    return few if few.any() else None
 
 
 def small_svd(a: Block, compute_uv: bool = True) -> Any:

@@ -15,6 +15,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, tiles_for
+from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
 from parlinalg.matmul import matmul
 from parlinalg.redistribute import count
@@ -128,9 +129,18 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
         return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
     if a.ndim > 2 or b.ndim > 2:
         no_layers(None, depth)
-        return batches("solve", lambda xp, p, q: kernels.routines(p).solve(p, q), solve, a, b, like=1)[0], None
+        local = lambda xp, p, q: kernels.stacked(kernels.routines(p).solve, _solution, p, q)  # noqa: E731
+        return batches("solve", local, solve, a, b, like=1)[0], None
     factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
     return factor.carried(b), factor
+
+
+def _solution(a: Any, b: Any) -> Any:
+    """Return x of A x = b, of one matrix on the host."""
+    factor = LocalLU(a)
+    if factor.zero is not None:
+        raise LinAlgError("Singular matrix")  # as NumPy says it
+    return factor.solve(b)
 
 
 @primitive
@@ -144,7 +154,8 @@ def inv(x: DistArray, /) -> DistArray:
     """
     x = as_matrix(x, "inv", square=True)
     if x.ndim > 2:
-        return batches("inv", lambda xp, a: xp.linalg.inv(a), inv, x)[0]
+        inverse = lambda a: _solution(a, np.eye(len(a), dtype=a.dtype))  # noqa: E731
+        return batches("inv", lambda xp, a: kernels.stacked(xp.linalg.inv, inverse, a), inv, x)[0]
     one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
     return LUFactor(x, b=one).carried(one)
 
@@ -154,7 +165,7 @@ def det(x: DistArray, /) -> DistArray:
     """Return the determinants of square matrices."""
     x = as_matrix(x, "det", square=True)
     if x.ndim > 2:
-        return batches("det", lambda xp, a: xp.linalg.det(a), det, x)[0]
+        return batches("det", lambda xp, a: kernels.stacked(xp.linalg.det, lambda a: LocalLU(a).det, a), det, x)[0]
     return LUFactor(x).det
 
 
@@ -163,7 +174,8 @@ def slogdet(x: DistArray, /) -> SlogdetResult:
     """Return the signs (or phases) of the determinants of square matrices and the logarithms of their sizes."""
     x = as_matrix(x, "slogdet", square=True)
     if x.ndim > 2:
-        sign, log = batches("slogdet", lambda xp, a: tuple(xp.linalg.slogdet(a)), slogdet, x)
+        local = lambda xp, a: tuple(kernels.stacked(xp.linalg.slogdet, lambda a: LocalLU(a).slogdet(), a))  # noqa: E731
+        sign, log = batches("slogdet", local, slogdet, x)
         return SlogdetResult(sign, log)
     return LUFactor(x).slogdet()
 

@@ -99,6 +99,42 @@ def test_stacks_of_rectangles(grid, stacks, shape):
             same(qr.solve(placed(grid, b, rng)), np.linalg.pinv(a) @ b, 100 * tol)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128"])
+def test_matrices_near_underflow(grid, dtype):
+    """Matrices whose pivots have no reciprocals, beside others of common sizes, as one matrix alone."""
+    if not grid.backend.cpu:  # whose libraries multiply by reciprocals
+        return
+    small, count = float(np.finfo(dtype).tiny) / 2, grid.size + 4
+    for n in (1, 2, 5, 40):
+        rng, one = np.random.default_rng(n), np.ones((n, 2))
+        scale = np.ones((count, n, 1))
+        scale[::3], scale[1::3] = small, np.where(np.arange(n) < n // 2, 1, small)[:, None]
+        q, t = np.linalg.qr(random((count, n, n), dtype, rng))[0], np.tri(n) + n * np.eye(n)
+        a, t, upper = ((each * scale).astype(dtype) for each in (q, t, t.T))
+        A, T, B = placed(grid, a, rng), placed(grid, t, rng), placed(grid, (a @ one).astype(dtype), rng)
+        flipped = placed(grid, np.swapaxes(upper, -1, -2).conj().copy(), rng)
+        for x in (
+            linalg.solve(A, B),
+            linalg.lu_factor(A).solve(B),
+            linalg.solve_triangular(T, placed(grid, (t @ one).astype(dtype), rng), lower=True),
+            linalg.solve_triangular(flipped, placed(grid, (upper @ one).astype(dtype), rng), lower=True, adjoint=True),
+        ):
+            np.testing.assert_allclose(x.gather(), np.broadcast_to(one, x.shape), atol=1e-3)
+        np.testing.assert_allclose(linalg.inv(A).gather() * np.swapaxes(scale, -1, -2), np.linalg.inv(q), atol=1e-3)
+        tiny, full = placed(grid, (q * small).astype(dtype), rng), placed(grid, (q * small @ one).astype(dtype), rng)
+        np.testing.assert_allclose(linalg.lstsq(tiny, full).x.gather(), np.broadcast_to(one, full.shape), atol=1e-3)
+        sign, log = linalg.slogdet(A)
+        np.testing.assert_allclose(sign.gather(), np.linalg.det(q), atol=1e-3)
+        np.testing.assert_allclose(log.gather(), np.log(scale).sum((-2, -1)), atol=1e-3 * n)
+        want = np.linalg.det(q) * scale.prod((-2, -1))
+        np.testing.assert_allclose(linalg.det(A).gather(), want, rtol=1e-3, atol=1e-3 * small)
+        with pytest.raises(np.linalg.LinAlgError, match=r"[Ss]ingular"):
+            linalg.solve(A * (pla.arange(count, grid=grid) < count - 1)[:, None, None], B)
+    e = small**0.5 * 2.0**-6  # no element is below the normal numbers, but a pivot is e²
+    a = placed(grid, np.tile(np.array([[1, e, 0], [e, 0, 1], [e, 0, -1]], dtype), (count, 1, 1)), rng)
+    np.testing.assert_allclose(linalg.slogdet(a).logabsdet.gather(), np.log(2 * e**2), rtol=1e-6)
+
+
 def each(a, b, rcond=None):
     """What NumPy's `lstsq` gives for each matrix: x, the sums of squares, the ranks and the singular values."""
     b = b[:, None] if b.ndim == 1 else b
