@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar, overload
 
@@ -146,7 +146,7 @@ def decay_groups(
     Raises
     ------
     ConfigError
-        If `no_decay` is a string, or a pattern of it is in no parameter's name, on any stage of a pipeline.
+        If `no_decay` is no list of strings, or one of them is in no parameter's name, on any stage of a pipeline.
 
     Examples
     --------
@@ -158,8 +158,8 @@ def decay_groups(
     >>> [([p.name for p in g["params"]], g["weight_decay"]) for g in optimizer.param_groups]
     [(['0.weight'], 0.1), (['0.bias', '1.weight', '1.bias'], 0.0)]
     """
-    if isinstance(no_decay, str):
-        raise ConfigError(f"no_decay is a list of parts of names, such as [{no_decay!r}], not a string")
+    if no_decay is not None:
+        check_names("no_decay", no_decay, "bias")
     decayed: list[Parameter] = []
     others: list[Parameter] = []
     named = with_names(parameters)
@@ -203,7 +203,7 @@ def matrix_groups(
     Raises
     ------
     ConfigError
-        If `no_decay` is a string, or a pattern of it is in no parameter's name, on any stage of a pipeline.
+        If `adamw` is no list of strings, or one of them is in no parameter's name, on any stage of a pipeline.
 
     Examples
     --------
@@ -215,6 +215,7 @@ def matrix_groups(
     >>> [([p.name for p in g["params"]], g["matrices"], g["lr"]) for g in optimizer.param_groups]
     [(['0.weight'], True, 0.02), (['0.bias', '2.weight', '2.bias'], False, 0.001)]
     """
+    check_names("adamw", adamw, "embedding")
     named = with_names(parameters)
     groups = split_matrices(named, adamw=adamw, adamw_lr=adamw_lr, **options)
     check_patterns("adamw", adamw, named)
@@ -225,15 +226,20 @@ def split_matrices(
     named: Sequence[tuple[str, Parameter]], *, adamw: Sequence[str], adamw_lr: float | None, **options: Any
 ) -> list[Group]:  # fmt: skip
     """Return the two groups of `matrix_groups`, of parameters with their names."""
-    if isinstance(adamw, str) or not all(isinstance(each, str) for each in adamw):
-        right = [adamw] if isinstance(adamw, str) else ["embedding"]
-        raise ConfigError(f"adamw is a list of parts of names, such as {right}, not {adamw!r}")
     matrices: list[Parameter] = []
     others: list[Parameter] = []
     for name, p in named:
         (matrices if p.matrix is not None and not _matches(name, adamw) else others).append(p)
     second = dict(options) if adamw_lr is None or "lr" in options else {**options, "lr": adamw_lr}
     return [{"params": matrices, "matrices": True, **options}, {"params": others, "matrices": False, **second}]
+
+
+def check_names(option: str, parts: Any, example: str) -> None:
+    """Raise a ConfigError if an option is no list of parts of names and patterns; an empty one is in all names."""
+    listed = isinstance(parts, Collection) and not isinstance(parts, str)
+    if not listed or not all(isinstance(each, str) and each for each in parts):
+        right = parts if isinstance(parts, str) and parts else example
+        raise ConfigError(f"{option} is a list of parts of names, such as {[right]}, not {parts!r}")
 
 
 def check_patterns(option: str, patterns: Sequence[str], named: Sequence[tuple[str, Parameter]]) -> None:

@@ -13,7 +13,7 @@ from parlinalg.backend.kernels import optimizers
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.optim.flat import Entry, Run, segments, states_of
-from parlinalg.optim.groups import Option, check_patterns, ordered, split_matrices, with_names
+from parlinalg.optim.groups import Option, check_names, check_patterns, ordered, split_matrices, with_names
 from parlinalg.optim.matrices import Matrix, matrices_of, split_of
 from parlinalg.optim.optimizer import Optimizer, check_moments
 
@@ -52,6 +52,7 @@ class Matrixwise(Optimizer):
         self, parameters: Iterable[Any], lr: float, weight_decay: float, *, adamw: Sequence[str],
         adamw_lr: float | None, **options: Any,
     ) -> None:  # fmt: skip
+        check_names("adamw", adamw, "embedding")
         self._split = partial(split_matrices, adamw=adamw, adamw_lr=adamw_lr)
         self._keys: dict[tuple[int, str], Key] = {}
         if not isinstance(parameters, Mapping | Parameter) and not hasattr(parameters, "named_parameters"):

@@ -185,8 +185,13 @@ def test_what_is_wrong_is_told():
                 optim.AdamW(given)
         with pytest.raises(pla.ConfigError, match="momentum above 0"):
             optim.SGD([{"params": [w], "momentum": 0.0}, {"params": [b]}], 0.1, 0.9, nesterov=True)
-        with pytest.raises(pla.ConfigError, match=r"no_decay is a list of parts of names, such as \['bias'\]"):
-            optim.decay_groups([w], 0.1, no_decay="bias")
+        for wrong, said in [
+            ("norm", r"\['norm'\], not 'norm'"), ([3], r"\['bias'\], not \[3\]"), (3, r"\['bias'\], not 3"),
+            (["bias", ""], r"\['bias'\], not \['bias', ''\]"), (True, r"\['bias'\], not True"),
+            (iter(["bias"]), r"\['bias'\], not <list_iterator.*"),
+        ]:  # fmt: skip
+            with pytest.raises(pla.ConfigError, match=f"^no_decay is a list of parts of names, such as {said}$"):
+                optim.decay_groups([w], 0.1, no_decay=wrong)
         with pytest.raises(pla.ConfigError, match=r"no_decay has 'embed', which is in no .* 'a\.bias'$"):
             optim.decay_groups([w, b], 0.1, no_decay=["bias", "embed"])
         optimizer = optim.AdamW([{"params": [w]}, {"params": [b]}])

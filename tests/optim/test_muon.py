@@ -439,9 +439,11 @@ def test_patterns_of_a_list_of_parameters():
             says = "adamw has 'embedding', which is in no parameter's name; the names are .*'4.bias' and 2 more$"
             with pytest.raises(pla.ConfigError, match=says):
                 made(given, adamw=["0.", "embedding"])
-            for wrong in ("0.", [3]):
+            for wrong in ("0.", [3], 3, None, ["0.", ""]):
                 with pytest.raises(pla.ConfigError, match="adamw is a list of parts of names, such as"):
                     made(given, adamw=wrong)
+        with pytest.raises(pla.ConfigError, match=r"adamw is a list of parts of names, .* not \[3\]"):
+            optim.Muon([{"params": list(model.parameters()), "matrices": False}], adamw=[3])
         some = optim.Muon([{"params": [model[0].weight]}, {"params": iter([model[2].weight])}], adamw=["2."])
         assert [len(g["params"]) for g in some.param_groups] == [1, 0, 0, 1]
         some.add_param_group({"params": [model[4].weight]})
