@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from statistics import median
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -162,10 +163,23 @@ class Simulation:
         return tuple(held * self.schedule.ranks / self.schedule.stages for held in self.held)
 
 
+class SharedCores(NamedTuple):
+    """Cores that ranks share, by which they work faster or slower.
+
+    Attributes
+    ----------
+    kinds : sequence of int
+        By rank, its kind, from 0 on: ranks of one kind are as fast as each other.
+    speed : callable
+        From a kind, and how many ranks of each kind work at once, to the speed of one of them.
+    """
+
+    kinds: Sequence[int]
+    speed: Callable[[int, Sequence[int]], float]
+
+
 def simulate(
-    schedule: Schedule, costs: Costs | None = None,
-    cores: int | Callable[[int, Collection[int]], float] | None = None,
-    check: bool = True,
+    schedule: Schedule, costs: Costs | None = None, cores: int | SharedCores | None = None
 ) -> Simulation:  # fmt: skip
     """Simulate a schedule.
 
@@ -174,11 +188,9 @@ def simulate(
     schedule : Schedule
     costs : Costs, optional
         By default a backward pass takes as long as two forward passes, and half of it is its weight part.
-    cores : int or callable, optional
+    cores : int or SharedCores, optional
         The number of ranks that can work at full speed at once, by default all; more ranks than that share the cores
-        equally.  A function tells the speed of a rank beside those that work at once, itself among them.
-    check : bool
-        False where the orders are known to be right, as those of the library's schedules are: checking takes longer.
+        equally.
 
     Raises
     ------
@@ -194,20 +206,18 @@ def simulate(
     costs = Costs() if costs is None else costs
     if isinstance(cores, int) and cores < 1:
         raise ScheduleError(f"cores={cores}: ranks work on a whole number of cores of at least 1")
-    if check:
-        validate_orders(schedule)
+    validate_orders(schedule)
     costs.validate(schedule)
-    if cores is None:
-        return _run_apart(schedule, costs)
-    ranks = [_Rank(schedule, rank, costs) for rank in range(schedule.ranks)]
-    _run_together(ranks, cores)
-    waits = {rank.rank: rank.waits for rank in ranks if rank.waits is not None}
-    if waits:
-        raise ScheduleError(_deadlock(schedule, waits))
-    return Simulation(
-        schedule, costs, tuple(s for rank in ranks for s in rank.spans), max(rank.end for rank in ranks),
-        tuple(rank.most for rank in ranks),
-    )  # fmt: skip
+    graph = Dependencies.of(schedule)
+    begins, ends = graph.apart(costs) if cores is None else graph.together(costs, cores)
+    times = graph.times(costs)
+    spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    for node, (kind, *_) in enumerate(graph.nodes):
+        op = graph.kinds[kind][0]
+        if node and op is not None and (op in COMPUTE or times[kind]):
+            rank, i = graph.ranks[node], graph.what[node]
+            spans[rank].append(Span(rank, op, i.chunk, i.microbatch, begins[node], ends[node]))
+    return Simulation(schedule, costs, tuple(s for each in spans for s in each), max(ends), graph.held)
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ class Dependencies:
     """The instructions of a schedule that take time, each after all that it waits for.
 
     One depends on the one before it on its rank, and on one of another rank whose message it needs.  Where ranks do not
-    share cores its end is the later of both plus its cost, so that a walk through them is the simulation.
+    share cores its end is the later of both plus its cost, so that a walk through them is the simulation (`apart`).
 
     Attributes
     ----------
@@ -226,8 +236,9 @@ class Dependencies:
         The operation, and the stage, of reductions and steps the rank; None for the arrival of a message.
     edges : list of (int, int)
         Pairs of ranks, from edge 1 on.
-    what : list of (int, Instruction)
-        The rank and instruction of each.
+    ranks : list of int
+        The rank of each.
+    what : list of Instruction
     held : tuple of int
         By rank, the most chunks' activations held at once, as of `Simulation`.
     """
@@ -235,7 +246,8 @@ class Dependencies:
     nodes: list[tuple[int, int, int, int]]
     kinds: list[tuple[Op | None, int]]
     edges: list[tuple[int, int]]
-    what: list[tuple[int, Instruction]]
+    ranks: list[int]
+    what: list[Instruction]
     held: tuple[int, ...]
 
     @classmethod
@@ -247,7 +259,7 @@ class Dependencies:
         ScheduleError
             If ranks would deadlock, naming all of them and what each waits for.
         """
-        nodes, what = [(0, 0, 0, 0)], [(0, Instruction(Op.STEP))]
+        nodes, ranks, what = [(0, 0, 0, 0)], [0], [Instruction(Op.STEP)]
         kinds: dict[tuple[Op | None, int], int] = {(None, 0): 0}
         edges: dict[tuple[int, int], int] = {}
         sent: dict[Message, tuple[int, int]] = {}
@@ -258,7 +270,8 @@ class Dependencies:
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
             nodes.append((kinds.setdefault(kind, len(kinds)), last[rank], sender, edge))
-            what.append((rank, i))
+            ranks.append(rank)
+            what.append(i)
             last[rank] = len(nodes) - 1
 
         while ready:
@@ -295,7 +308,7 @@ class Dependencies:
                         held[rank] -= 1
         if waiting:
             raise ScheduleError(_deadlock(schedule, {r: schedule.orders[r][at[r]] for r in waiting.values()}))
-        return cls(nodes, list(kinds), list(edges), what, tuple(most))
+        return cls(nodes, list(kinds), list(edges), ranks, what, tuple(most))
 
     @cached_property
     def counts(self) -> list[int]:
@@ -309,10 +322,13 @@ class Dependencies:
         """Return by kind what an instruction takes."""
         return [0.0 if op is None else costs.time_of(op, place) for op, place in self.kinds]
 
+    def delays(self, costs: Costs) -> list[float]:
+        """Return by edge what a message takes."""
+        return [0.0, *(costs.delay(*edge) for edge in self.edges)]
+
     def ends(self, costs: Costs) -> list[float]:
-        """Return when each instruction ends."""
-        times = self.times(costs)
-        delays = [0.0, *(costs.delay(*edge) for edge in self.edges)]
+        """Return when each instruction ends, on ranks that do not share cores."""
+        times, delays = self.times(costs), self.delays(costs)
         made = [0.0]
         add = made.append
         nodes = iter(self.nodes)
@@ -322,39 +338,78 @@ class Dependencies:
             add((arrival if arrival > begin else begin) + times[kind])
         return made
 
+    def apart(self, costs: Costs) -> tuple[list[float], list[float]]:
+        """Return when each instruction begins, and when it ends, on ranks that do not share cores."""
+        ends, delays = self.ends(costs), self.delays(costs)
+        begins = [max(ends[before], ends[sender] + delays[edge]) for _, before, sender, edge in self.nodes]
+        return begins, ends
+
+    def together(self, costs: Costs, cores: int | SharedCores) -> tuple[list[float], list[float]]:
+        """Return when each instruction begins, and when it ends, on ranks that share cores.
+
+        They run from one change of their speeds to the next.
+        """
+        if isinstance(cores, int):
+            most = cores
+            cores = SharedCores([0] * len(self.held), lambda _, working: min(1.0, most / working[0]))
+        times, delays, nodes = self.times(costs), self.delays(costs), self.nodes
+        begins, ends = [0.0] * len(nodes), [math.inf] * len(nodes)
+        ends[0] = 0.0
+        ranks = [_Rank(number, kind) for number, kind in enumerate(cores.kinds)]
+        for node, number in enumerate(self.ranks[1:], 1):
+            ranks[number].order.append(node)
+        counts, working, speeds = [0] * (max(cores.kinds) + 1), [0], [0.0]  # by kind, of ranks at work
+        at_work: dict[_Rank, None] = {}
+        waiting: dict[int, list[_Rank]] = defaultdict(list)  # by the instruction whose message they wait for
+        arrivals: list[tuple[float, int]] = []  # when messages come, and to which rank
+        ready, now = list(ranks), 0.0
+        while ready:
+            while ready:
+                rank = ready.pop()
+                if rank.at_work:
+                    ends[rank.at_work] = now
+                    ready += waiting.pop(rank.at_work, ())
+                    rank.at_work = 0
+                    del at_work[rank]
+                    counts[rank.kind] -= 1
+                while rank.next < len(rank.order):
+                    node = rank.order[rank.next]
+                    kind, _, sender, edge = nodes[node]
+                    arrival = ends[sender] + delays[edge]
+                    if arrival > now:
+                        if arrival == math.inf:
+                            waiting[sender].append(rank)
+                        else:
+                            heappush(arrivals, (arrival, rank.number))
+                        break
+                    rank.next += 1
+                    begins[node] = now
+                    if times[kind]:
+                        rank.at_work, rank.left, rank.since, rank.speed = node, times[kind], now, 0.0
+                        at_work[rank] = None
+                        counts[rank.kind] += 1
+                        break
+                    ends[node] = now
+                    ready += waiting.pop(node, ())
+            if counts != working:
+                working = counts.copy()
+                speeds = [cores.speed(kind, counts) if n else 0.0 for kind, n in enumerate(counts)]
+            for rank in at_work:
+                speed = speeds[rank.kind]
+                if speed != rank.speed:
+                    rank.left -= (now - rank.since) * rank.speed
+                    rank.since, rank.speed = now, speed
+                    rank.until = now + rank.left / speed
+            now = min([rank.until for rank in at_work] + [at for at, _ in arrivals[:1]], default=math.inf)
+            ready = [rank for rank in at_work if rank.until <= now]
+            while arrivals and arrivals[0][0] <= now:
+                ready.append(ranks[heappop(arrivals)[1]])
+        return begins, ends
+
     def bounds(self, costs: Costs) -> tuple[float, float]:
-        """Return the makespan, and the work of all ranks."""
+        """Return the makespan, and the work of all ranks, which do not share cores."""
         work = sum(n * t for n, t in zip(self.counts, self.times(costs), strict=True))
         return max(self.ends(costs)), work
-
-
-def _run_apart(schedule: Schedule, costs: Costs) -> Simulation:
-    """Simulate ranks that do not share cores."""
-    graph = Dependencies.of(schedule)
-    ends, times = graph.ends(costs), graph.times(costs)
-    delays = [0.0, *(costs.delay(*edge) for edge in graph.edges)]
-    spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
-    for node, stop, (rank, i) in zip(graph.nodes[1:], ends[1:], graph.what[1:], strict=True):
-        kind = graph.kinds[node[0]][0]
-        if kind in COMPUTE or (kind is not None and times[node[0]]):
-            begin = max(ends[node[1]], ends[node[2]] + delays[node[3]])
-            spans[rank].append(Span(rank, i.op, i.chunk, i.microbatch, begin, stop))
-    return Simulation(schedule, costs, tuple(s for each in spans for s in each), max(ends), graph.held)
-
-
-def _run_together(ranks: list[_Rank], cores: int | Callable[[int, Collection[int]], float]) -> None:
-    """Run ranks that share cores from one change of their speeds to the next."""
-    arrivals: dict[Message, float] = {}
-    now = 0.0
-    while now < math.inf:
-        while sum(rank.go_on(now, arrivals) for rank in ranks):
-            pass
-        busy = [rank for rank in ranks if rank.at_work is not None]
-        working = [rank.rank for rank in busy]
-        for rank in busy:
-            speed = min(1.0, cores / len(busy)) if isinstance(cores, int) else cores(rank.rank, working)
-            rank.work_at(speed, now)
-        now = min(rank.until for rank in ranks)
 
 
 def validate(schedule: Schedule) -> None:
@@ -384,69 +439,18 @@ def message(schedule: Schedule, rank: int, i: Instruction) -> Message:
 
 
 class _Rank:
-    """The state of a rank: at work, waiting for a message, or finished."""
+    """The state of a rank that shares cores: at work, waiting for a message, or finished.
 
-    def __init__(self, schedule: Schedule, rank: int, costs: Costs) -> None:
-        self.schedule, self.rank, self.costs = schedule, rank, costs
-        self.order = schedule.orders[rank]
-        self.next = 0
-        self.until = 0.0  # when it goes on, if that is known
-        self.at_work: Instruction | None = None
-        self.begun = self.since = self.left = self.speed = self.end = 0.0
-        self.held = self.most = 0
-        self.spans: list[Span] = []
+    At work it has `left` to do, at full speed, from `since` on; at its `speed` that lasts `until` then.
+    """
 
-    @property
-    def waits(self) -> Instruction | None:
-        """The receive it waits at, or None at its end."""
-        return self.order[self.next] if self.next < len(self.order) else None
+    __slots__ = ("at_work", "kind", "left", "next", "number", "order", "since", "speed", "until")
 
-    def go_on(self, now: float, arrivals: dict[Message, float]) -> bool:
-        """Do what takes no time, up to the next work or to a message that has not come; whether anything was done."""
-        if self.at_work is not None:
-            if self.until > now:
-                return False
-            self.finish(self.at_work, now)
-        before = self.next
-        self.until = math.inf
-        while self.next < len(self.order) and self.at_work is None:
-            i = self.order[self.next]
-            if i.op in RECEIVES:
-                arrived = arrivals.get(message(self.schedule, self.rank, i), math.inf)
-                if arrived > now:
-                    self.until = arrived
-                    break
-            elif i.op in SENDS:
-                arrivals[message(self.schedule, self.rank, i)] = now + self.costs.delay(self.rank, i.peer)
-            else:
-                self.begin(i, now)
-            self.next += 1
-        return self.next > before
-
-    def begin(self, i: Instruction, now: float) -> None:
-        self.at_work, self.begun, self.since, self.speed = i, now, now, 0.0
-        apart = i.op in (Op.REDUCE_GRADIENTS, Op.STEP)
-        place = self.rank if apart else self.schedule.chunks[self.rank][i.chunk].stage
-        self.left = self.costs.time_of(i.op, place)
-        if i.op is Op.FORWARD:
-            self.held += 1
-            self.most = max(self.most, self.held)
-        if not self.left:
-            self.finish(i, now)
-
-    def work_at(self, speed: float, now: float) -> None:
-        """Work with a part of a core from now on."""
-        if speed != self.speed:
-            self.left -= (now - self.since) * self.speed
-            self.since, self.speed = now, speed
-            self.until = now + self.left / speed
-
-    def finish(self, i: Instruction, now: float) -> None:
-        self.at_work, self.end = None, now
-        if i.op in COMPUTE or now > self.begun:
-            self.spans.append(Span(self.rank, i.op, i.chunk, i.microbatch, self.begun, now))
-        if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            self.held -= 1
+    def __init__(self, number: int, kind: int) -> None:
+        self.number, self.kind = number, kind
+        self.order: list[int] = []  # its instructions
+        self.next = self.at_work = 0  # the place in the order, and the instruction at work, 0 for none
+        self.left = self.since = self.speed = self.until = 0.0
 
 
 def _deadlock(schedule: Schedule, waits: Mapping[int, Instruction]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from parlinalg.errors import ParlinalgError
 from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.pipeline.simulate import Costs, Dependencies, simulate
+from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
 from parlinalg.planning.machine import Machine
 from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, on_their_way, trace_part
@@ -225,17 +225,20 @@ class Predictor:
         dtype = self.config.precision.dtype
         keys = self.keys(dtype)
         middle = len(keys) // 2
-        key = "kept", recompute
-        if key not in self._parts:
+        if ("kept", recompute) not in self._parts:
             config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype).apply(self.config, 1)
-            given = None
-            for i in sorted({0, middle} if middle else {0}):
-                fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
-                self._parts[key] = trace_part(
-                    fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
-                )
-                given = self._parts[key].output
-        return float(self._parts[key].kept), float(self._parts[key].message)
+            known: dict[Any, Part] = {}
+            given: Between | None = None
+            for i, key in enumerate(keys[: middle + 1]):
+                if (key, given) not in known:
+                    fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
+                    known[key, given] = trace_part(
+                        fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
+                    )
+                self._parts["kept", recompute] = part = known[key, given]
+                given = part.output
+        part = self._parts["kept", recompute]
+        return float(part.kept), float(part.message)
 
     # -------------------------------------------------------------------------------------------- bounds
     def static_bound(self, c: Candidate) -> float:
@@ -415,9 +418,9 @@ class Predictor:
             asynchronous = self.machine.overlap.progress == "asynchronous"
             hidden = sum(f["backward"] for f in figures) if asynchronous else 0.0
             one["end"] = passes + max(*reduce, sum(reduce) - hidden) + sum(f["update"] for f in figures)
-            return self._assembled(c, config, [one], None)
-        schedule, counts = self._schedule(spec, config)
-        return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], schedule)
+            return self._assembled(c, config, [one], spec)
+        _, counts = self._schedule(spec, config)
+        return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], spec)
 
     def _resting_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
         """Return the figures of a part with what a candidate offloads: ranks wait for the copies."""
@@ -475,9 +478,10 @@ class Predictor:
         return made
 
     def _assembled(
-        self, c: Candidate, config: TrainingConfig, stages: Sequence[Figures], schedule: Schedule | None
+        self, c: Candidate, config: TrainingConfig, stages: Sequence[Figures], spec: MeshSpec
     ) -> Planned:  # fmt: skip
-        """Return what a candidate takes by the figures of its stages."""
+        """Return what a candidate takes by the figures of its stages, on a mesh with a schedule as of `_short`."""
+        schedule = spec.schedule
         if schedule is None:
             (one,) = stages
             seconds = (c.microbatches - 1) * (one["forward"] + one["backward"]) + one["end"]
@@ -499,7 +503,7 @@ class Predictor:
         computing = [f"{span}: {cause}" for span in ("pass", "reduce", "update") for cause in COMPUTED]
         whole = sum(f[span] for f in stages for span in ("forward", "backward", "reduce", "update"))
         computed = sum(f.get(name, 0.0) for f in stages for name in computing) / max(1e-300, whole)
-        faster = sharing(self.machine, self.node, self.ranks, self._spec(c)[0].places, computed)
+        faster = sharing(self.machine, self.node, self.ranks, spec.places, computed)
         seconds, work = _simulated(shape, costs, faster)
         pace = 1.0 if faster is None else work / dependencies(*shape).bounds(costs)[1]
         flight = list(map(float, dependencies(*shape).held))
@@ -571,7 +575,7 @@ class Predictor:
                 known[key] = _line(figures, few_, last - first), part.output
             made.append(known[key][0])
             given = known[key][1]
-        return replace(self._assembled(c, config, made, schedule), traced=True)
+        return replace(self._assembled(c, config, made, spec), traced=True)
 
     def _whole(self, c: Candidate, config: TrainingConfig, rows: int, **more: Any) -> Part:
         """Return the trace of a candidate's stage; those of the last candidate are known, whatever it offloads."""
@@ -741,14 +745,16 @@ Shape = tuple[str, int, int, int | None]
 """The name, ranks, microbatches and chunks of a schedule."""
 
 
-def _simulated(
-    shape: Shape, costs: Costs, faster: Callable[[int, Collection[int]], float] | None
-) -> tuple[float, float]:
+def _simulated(shape: Shape, costs: Costs, faster: SharedCores | None) -> tuple[float, float]:
     """Return the makespan of a schedule, and the work of its ranks; where these share cores, `sharing` says how."""
     if faster is None:
         return dependencies(*shape).bounds(costs)
-    made = simulate(make_schedule(*shape), costs, faster, check=False)
-    return made.makespan, sum(made.busy(rank) for rank in range(shape[1]))
+    graph = dependencies(*shape)
+    begins, ends = graph.together(costs, faster)
+    busy = [0.0] * shape[1]
+    for rank, begin, end in zip(graph.ranks, begins, ends, strict=True):
+        busy[rank] += end - begin
+    return max(ends), sum(busy)
 
 
 @lru_cache(maxsize=64)

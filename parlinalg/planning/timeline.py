@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline import drawing
 from parlinalg.pipeline.schedule import Op, Schedule
-from parlinalg.pipeline.simulate import Costs, Simulation, simulate
+from parlinalg.pipeline.simulate import Costs, SharedCores, Simulation, simulate
 from parlinalg.planning.machine import OFFLOADS, Machine, Transfer
 from parlinalg.planning.trace import Attention, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
@@ -949,37 +949,40 @@ def pipeline_timeline(
 
 def sharing(
     machine: Machine, node: int, size: int, places: Sequence[Sequence[int]], computed: float
-) -> Callable[[int, Collection[int]], float] | None:  # fmt: skip
-    """Return how many times as fast a pipeline rank works beside those that work at once, as if all computed.
+) -> SharedCores | None:  # fmt: skip
+    """Return how many times as fast pipeline ranks work beside those that work at once, as if all computed.
 
     Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed, this
     share of a pass, goes faster then.  `places` are the ranks of the world at each place of the pipeline, the slowest
-    of which counts.  None where ranks have cores of their own, or poll.
+    of which counts; places with as many ranks on each core are of one kind.  None where ranks have cores of their own,
+    or poll.
     """
     crowd, together = machine.crowd(node, size), node if machine.cores_of == "node" else size
     polled = machine.overlap.receiving
     if crowd <= 1 or polled >= 1:
         return None
-    rooms: dict[Any, float] = {}
-    on_core = [Counter(machine.core(r, node) for r in ranks) for ranks in places]
+    held = [frozenset(Counter(machine.core(r, node) for r in ranks if machine.bound).items()) for ranks in places]
+    kinds = {own: kind for kind, own in enumerate(dict.fromkeys(held))}
+    on_core = [dict(own) for own in kinds]
+    every = Counter(kinds[own] for own in held)
+    beside = [[k for k, other in enumerate(on_core) if k == n or own.keys() & other] for n, own in enumerate(on_core)]
+    speeds: dict[tuple[int, ...], float] = {}
 
-    def room(rank: int, busy: Collection[int]) -> float:
+    def room(kind: int, working: Sequence[int]) -> float:
         if not machine.bound:
-            at_work = min(together, max(1, round(len(busy) * together / len(places)))) - 1
+            at_work = min(together, max(1, round(working[0] * together / len(places)))) - 1
             return crowd * _speed_beside(together - 1, at_work, polled, machine.cores)
-        loads = Counter[int]()
-        for p, cores in enumerate(on_core):
-            for core, ranks in cores.items():
-                loads[core] += ranks if p in busy else 0
-        taken = max(
-            loads[core] + polled * (sum(cores[core] for cores in on_core) - loads[core]) for core in on_core[rank]
-        )
+        taken = 0.0
+        for core in on_core[kind]:
+            whole = sum(every[k] * on_core[k].get(core, 0) for k in beside[kind])
+            load = sum(working[k] * on_core[k].get(core, 0) for k in beside[kind])
+            taken = max(taken, load + polled * (whole - load))
         return crowd / taken
 
-    def speed(rank: int, busy: Collection[int]) -> float:
-        key = (rank, frozenset(busy)) if machine.bound else len(busy)
-        if key not in rooms:
-            rooms[key] = 1 / (computed / room(rank, busy) + 1 - computed)
-        return rooms[key]
+    def speed(kind: int, working: Sequence[int]) -> float:
+        key = kind, *(working[k] for k in beside[kind])
+        if key not in speeds:
+            speeds[key] = 1 / (computed / room(kind, working) + 1 - computed)
+        return speeds[key]
 
-    return speed
+    return SharedCores([kinds[own] for own in held], speed)

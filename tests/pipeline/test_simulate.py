@@ -10,7 +10,7 @@ import pytest
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline import Op, make_schedule
 from parlinalg.pipeline.schedules import discover
-from parlinalg.pipeline.simulate import Costs, Simulation, Span, measured_costs, predict, simulate
+from parlinalg.pipeline.simulate import Costs, SharedCores, Simulation, Span, measured_costs, predict, simulate
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
@@ -143,6 +143,21 @@ def test_ranks_that_share_cores() -> None:
     assert late.makespan == simulate(make_schedule("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3)).makespan
     with pytest.raises(ScheduleError, match="cores=0: ranks work on a whole number of cores of at least 1"):
         simulate(schedule, cores=0)
+
+
+def test_ranks_of_a_kind_share_cores_with_their_like() -> None:
+    """Ranks 0 and 2 share a core, and ranks 1 and 3: each pair by itself, at half the speed if both of it work."""
+    pairs = SharedCores([0, 1, 0, 1], lambda kind, working: 1.0 / working[kind])
+    found = simulate(make_schedule("gpipe", 4, 2), Costs(forward=1, backward=1, weight=0), pairs)
+    assert [(s.op.value, s.start, s.stop) for s in found.of_rank(0)] == [
+        ("F", 0, 1), ("F", 1, 2), ("B", 8, 9), ("B", 9, 10),
+    ]  # fmt: skip
+    assert [(s.op.value, s.start, s.stop) for s in found.of_rank(2)] == [
+        ("F", 2, 3), ("F", 3, 4), ("B", 6, 7), ("B", 7, 8),
+    ]  # fmt: skip
+    late = simulate(make_schedule("gpipe", 4, 3), Costs(forward=1, backward=1, weight=0), pairs)
+    assert late.of_rank(0)[2][4:] == (2, 4)  # beside the first one of rank 2
+    assert late.of_rank(2)[0][4:] == (2, 4)
 
 
 def test_costs_that_do_not_fit_are_refused() -> None:

@@ -335,6 +335,14 @@ def test_classifiers_are_planned():
     assert made.best[0].throughput == pytest.approx(64 / made.best[0].seconds)
 
 
+def test_classifiers_of_unlike_layers_are_planned_beyond_reach(monkeypatch):
+    monkeypatch.setattr(search, "MANY", 1)
+    model = {"name": "mlp", "hidden": [96, 40, 40, 24]}
+    made = pla.plan_training({"model": model, "batch_size": 64}, ranks=4, machine="v100", best=2)
+    assert made.best[0].seconds > 0
+    assert not made.proven
+
+
 BIG = {
     "model": {
         "name": "gpt", "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 32, "num_attention_heads": 8,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as xml
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +16,10 @@ from hypothesis import strategies as st
 
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.schedules import make_schedule
+from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning import trace as events_of
 from parlinalg.planning.machine import Algorithm, FusedAttention, Machine, Operation
-from parlinalg.planning.timeline import Stage, Timeline, cut, pipeline_timeline, timeline
+from parlinalg.planning.timeline import Stage, Timeline, cut, pipeline_timeline, sharing, timeline
 from parlinalg.planning.trace import Attention, Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait
 from tests.planning.machines import round_machine
 
@@ -489,6 +493,45 @@ def test_stages_on_cores_that_they_keep(places: tuple[tuple[int, ...], ...], sec
     half = replace(machine, overlap=replace(overlap, receiving=0.5))
     found = pipeline_timeline(make_schedule("gpipe", 2, 1), [stage(1.0)] * 2, half, places=places)
     assert found.seconds == pytest.approx(seconds * (1.5 if places[0] == (0, 1) else 1.0))
+
+
+@pytest.mark.parametrize(("width", "kinds"), [(2, [0] * 16), (1, [0, 1] * 16), (3, [0, 1] * 5), (16, [0, 0])], ids=str)
+def test_stages_with_as_many_ranks_on_each_core_are_as_fast(width: int, kinds: list[int]) -> None:
+    """The speed of a stage depends on how many stages of its kind work, not on which: few speeds are reckoned."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.25)
+    machine = replace(round_machine(ranks_per_node=1, cores=2), overlap=overlap, bound=True, cores_of="world")
+    places = [range(r * width, (r + 1) * width) for r in range(len(kinds))]
+    found = sharing(machine, 1, 32, places, computed=0.8)
+    assert found is not None
+    assert found.kinds == kinds
+    on_core = [Counter(r % 2 for r in ranks) for ranks in places]
+    busy = set(range(0, len(places), 3))
+    working = [sum(kinds[p] == kind for p in busy) for kind in range(max(kinds) + 1)]
+    for place in busy:
+        takes = [sum((1 if p in busy else 0.25) * own[c] for p, own in enumerate(on_core)) for c in on_core[place]]
+        assert found.speed(kinds[place], working) == pytest.approx(1 / (0.8 * max(takes) / 16 + 0.2))
+
+
+def test_few_speeds_are_reckoned_for_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are numbers of stages at work, in a schedule of thousands of instructions."""
+    asked = Counter[tuple[int, ...]]()
+
+    def counted(self: Dependencies, costs: Costs, cores: SharedCores) -> Any:
+        def speed(kind: int, working: Sequence[int]) -> float:
+            asked[kind, *working] += 1
+            return cores.speed(kind, working)
+
+        return together(self, costs, SharedCores(cores.kinds, speed))
+
+    together = Dependencies.together
+    monkeypatch.setattr(Dependencies, "together", counted)
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.25)
+    machine = replace(round_machine(ranks_per_node=1, cores=2), overlap=overlap, bound=True, cores_of="world")
+    unlike = [stage(1.0 + s / 100) for s in range(16)]
+    places = [(2 * r, 2 * r + 1) for r in range(16)]
+    found = pipeline_timeline(make_schedule("1f1b", 16, 48), unlike, machine, places=places)
+    assert found.seconds > 48 * 3
+    assert len(asked) <= 16
 
 
 def test_awaited_messages_slow_the_passes_of_pipelines() -> None:
