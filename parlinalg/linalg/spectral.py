@@ -421,10 +421,10 @@ def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], nam
     refuse_odd(odd, name)
     if not largest or math.sqrt(float(limits.tiny)) * 1e3 < largest < math.sqrt(float(limits.max)) * 1e-3:
         return real(1)
-    scale = 2.0 ** -math.frexp(largest)[1]
+    scale = real(math.ldexp(1.0, min(-math.frexp(largest)[1], limits.maxexp - 2)))  # itself in range
     for t in parts:
-        t *= scale if math.isfinite(scale) else 1
-    return real(scale)
+        t *= scale
+    return scale
 
 
 def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:

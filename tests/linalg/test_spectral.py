@@ -274,3 +274,27 @@ def test_each_element_has_one_rank(shape):
                 at = np.ix_(rows, columns)
                 times[at] += np.tri(*times[at].shape, dtype=int) if same_class else 1
         np.testing.assert_array_equal(np.tril(times) + np.triu(times, 1).T, np.tri(n))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrices_of_subnormal_numbers(grid, dtype):
+    """They are scaled by a power of two that is in range itself, and have the values that their digits allow."""
+    if not grid.backend.cpu:  # on GPUs their libraries decide
+        return
+    real = np.zeros(0, dtype).real.dtype
+    unit = 1000 * np.finfo(dtype).smallest_subnormal
+
+    def placed(a):
+        """Return an array of whole multiples of the least number, and its values beside `unit`."""
+        found = pla.distribute((a.view(real) * unit).view(dtype), grid, grid.default_layout(a.shape))
+        return found, (found.gather().view(real) / unit).view(dtype)
+
+    x, exact = placed(random((12, 7), dtype, np.random.default_rng(3)))
+    want = np.linalg.svd(exact, compute_uv=False)
+    for values in (linalg.svdvals(x), linalg.svd(x, full_matrices=False)[1]):
+        np.testing.assert_allclose(values.gather() / unit, want, rtol=0, atol=1e-2)
+    s, exact = placed(exact.conj().T @ exact / 20)
+    want = np.linalg.eigvalsh(exact)
+    for values in (linalg.eigvalsh(s), linalg.eigh(s)[0]):
+        np.testing.assert_allclose(values.gather() / unit, want, rtol=0, atol=1e-2)
+    assert int(linalg.lstsq(x, x[:, 0])[2]) == 7
