@@ -255,7 +255,8 @@ def page() -> str:
 SHORT = """- Each setting here is one run, in which the doctor measured the machine between the rounds; that of plans
   was measured before the search, in a run of its own (`--machine`). Runs beside which other programs compile or read
   say little: the same day a run of pipelines on 2 ranks whose interleaved steps took 1,500 to 1,970 ms was 24% off at
-  worst, and one of GPTs on 4 ranks 10.8%, with a pair of steps in the wrong order; these are the runs of idle cores.
+  worst, and of GPTs on 4 ranks 10.8%; these two had pairs of steps in the wrong order, and one of pipelines on 4 ranks
+  had one. Here are the runs of idle cores.
 - What others used is the most of a half second before each round and of all rounds together; on the emulated hosts it
   was the half second after the doctor.
 - On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), and a rank that waits polls, yielding its

@@ -12,6 +12,8 @@ import ctypes
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,8 @@ PANEL = 64
 """Columns that are factored one by one before those behind them follow."""
 WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
+LARGE, COPYING = 4 << 20, 4
+"""Bytes of a matrix from which on several threads copy it, and how many at the most."""
 
 
 @cache
@@ -354,13 +358,26 @@ def _order(pivots: np.ndarray, m: int) -> np.ndarray:
 def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
     """Return a copy in Fortran's order, with so many more columns behind it that are not set.
 
-    It is made some rows at a time: whole lines of the cache are read and written.
+    It is made some rows at a time: whole lines of the cache are read and written.  Of a large matrix each thread that
+    BLAS may start copies a part.
     """
     m, n = a.shape
     out = np.empty((m, n + extra), a.dtype, order="F")
-    rows = 8 if n > WIDE else max(1, m)
-    for start in range(0, m, rows):
-        out[start : start + rows, :n] = a[start : start + rows]
+    rows = 16 if n > WIDE else max(1, m)
+
+    def copy(first: int, last: int) -> None:
+        for start in range(first, last, rows):
+            end = min(start + rows, last)
+            out[start:end, :n] = a[start:end]
+
+    parts = min(COPYING, blas.blas_threads() or 1) if a.nbytes >= LARGE else 1
+    bounds = [m * part // parts // rows * rows for part in range(parts)] + [m]
+    threads = [Thread(target=copy, args=pair) for pair in pairwise(bounds[1:])]
+    for thread in threads:
+        thread.start()
+    copy(0, bounds[1])
+    for thread in threads:
+        thread.join()
     return out
 
 

@@ -10,7 +10,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg import blocks, factors, systems, tiles, triangular
+from parlinalg.linalg import blocks, factors, kernels, systems, tiles, triangular
 from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
 
@@ -607,3 +607,17 @@ def test_matrices_of_numbers_below_the_normal_ones(grid, dtype):
         np.testing.assert_allclose(q @ (r * (1 / np.longdouble(tiny))), one, atol=1e-3)
         factor = linalg.cholesky(put((spd * tiny).astype(dtype), 1)).gather() / np.sqrt(tiny)
         np.testing.assert_allclose(factor @ factor.conj().T, spd, atol=1e-3 * n)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1021, 1033), (2, 300_000), (3000, 257)], ids=str
+)
+@pytest.mark.parametrize("threads", [None, 1, 2, 7])
+def test_copies_in_columns(shape, threads, monkeypatch):
+    """However many threads make them."""
+    monkeypatch.setattr(kernels.blas, "blas_threads", lambda: threads)
+    a = np.random.default_rng(0).random(shape)
+    found = kernels.in_columns(a, 2)
+    assert found.flags.f_contiguous
+    np.testing.assert_array_equal(found[:, :-2], a)
