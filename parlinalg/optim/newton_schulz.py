@@ -427,6 +427,7 @@ class Products:
 def _norms(squares: Block, grid: Grid) -> list[float]:
     """Return the norms of all matrices, at least 1e-7, from this rank's sums of squares.  Collective."""
     grid.everyone.all_reduce(squares)
+    # One by one: an imagined array has numbers, but no list of them.
     return [float(norm) for norm in np.maximum(np.sqrt(grid.backend.to_host(squares)), LEAST_NORM)]
 
 
