@@ -66,6 +66,10 @@ LAYER_BYTES = 1 << 30
 ATTENTION_POLL = 1 << 20
 """Scores of attention between two polls of communication in progress."""
 
+FUSED_QUERIES = 64
+"""Queries from which one kernel of cuDNN is to compute attention on a GPU: one is made for each size, which takes tens
+of milliseconds."""
+
 CUDA_THREADS = 256
 """Threads of a block of a CUDA kernel."""
 

@@ -10,7 +10,8 @@ is sought, and in the backward pass dout is divided by the sums, in place of the
 
 Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
 
-On CPUs `blocks` computes the common cases in compiled loops; `device` has the form for GPUs.
+On CPUs `blocks` computes the common cases in compiled loops; `device` has the form for GPUs, where cuDNN computes what
+it can (`backend.cudnn`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, cuda, namespace
+from parlinalg import tunables
+from parlinalg.backend import backend_of, cuda, cudnn, namespace
 from parlinalg.backend.compiled import exp, loop, ready
-from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
 from parlinalg.backend.shapes import ShapesBackend
@@ -533,6 +535,11 @@ def _(
 
     if keep or not cuda.ready(q, k, v) or not k.size:
         return NotImplemented
+    if dropped is None and limits is None and (band := _fused_band(q, k, visible)) is not None:
+        found = cudnn.attention(q, k, v, band, scale)
+        if found is not None:
+            count(forward=_pairs_seen(q, k, visible))
+            return found[0].astype(work_dtype(q.dtype)) if wide else found[0], found[1], None
     return (*DeviceTask(q, k, visible, scale, limits).forward(q, k, v, dropped, wide, poll), None)
 
 
@@ -559,8 +566,27 @@ def _(
 
     if kept is not None or not cuda.ready(q, k, v) or not k.size:
         return NotImplemented
+    if dropped is None and limits is None and (band := _fused_band(q, k, visible)) is not None:
+        alike = all(x.dtype == q.dtype for x in (dout, out))
+        if alike and cudnn.attention_grad(dout, q, k, v, out, lse, into, band, scale, add):
+            count(backward=_pairs_seen(q, k, visible))
+            return None
     DeviceTask(q, k, visible, scale, limits).backward(dout, q, k, v, out, lse, into, dropped, add, poll)
     return None
+
+
+def _fused_band(q: Block, k: Block, visible: Visible) -> tuple[int, int] | None:
+    """Return the band of pairs that a fused kernel is to compute; None where there is none for these blocks.
+
+    A few queries, as in generation, are not worth one: each size has its own, and sizes change from call to call.
+    """
+    few = q.shape[1] < tunables.FUSED_QUERIES
+    return None if few or not is_half(q.dtype) else visible.band(q.shape[1], k.shape[1])
+
+
+def _pairs_seen(q: Block, k: Block, visible: Visible) -> int:
+    """Return how many scores a fused kernel computes: those that are seen."""
+    return math.prod((q.shape[0], *q.shape[2:4])) * visible.pairs(0, q.shape[1], 0, k.shape[1])
 
 
 def _tell(

@@ -276,6 +276,12 @@ class Visible:
                 after = -((-lag - self.window) // step) - 1
         return after, upto
 
+    def band(self, queries: int, keys: int) -> Span | None:
+        """Return the edges of the block of all pairs; None where more than two edges say what is seen."""
+        if not self.by_places or (self.places is not None and any(len(part.runs) > 1 for part in self.places)):
+            return None
+        return self.edges(slice(0, queries), slice(0, keys))
+
     def pairs(self, first: int, last: int, start: int, stop: int) -> int:
         """Return how many pairs causality and the window leave of queries `first` to `last - 1` and keys `start` to
         `stop - 1`."""
