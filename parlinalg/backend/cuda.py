@@ -46,6 +46,34 @@ __device__ inline W block_sum(W v) {
 #define ELEMENTS(i, n) \
     Int i = (Int)blockIdx.x * blockDim.x + threadIdx.x; \
     if (i >= n) return;
+
+// 16 bytes, which a thread reads or writes at once: of 2 bytes a thread, memory would run at half its rate
+#define LANES ((Int)(16 / sizeof(T)))
+struct alignas(16) Pack { T v[16 / sizeof(T)]; };
+#define PACKED(at, n, address) (at + LANES <= n && ((address) & 15) == 0)
+#define ADDRESS(x) ((unsigned long long)(x))
+
+template <class F> __device__ inline void each(const T* x, T* y, Int n, F f) {
+    // y = f(x), LANES elements a thread
+    Int at = ((Int)blockIdx.x * blockDim.x + threadIdx.x) * LANES;
+    if (PACKED(at, n, ADDRESS(x) | ADDRESS(y))) {
+        Pack a = *(const Pack*)(x + at), out;
+        for (int i = 0; i < (int)LANES; ++i) out.v[i] = (T)f((W)a.v[i]);
+        *(Pack*)(y + at) = out;
+    } else
+        for (Int i = at; i < at + LANES && i < n; ++i) y[i] = (T)f((W)x[i]);
+}
+
+template <class F> __device__ inline void each_of_two(const T* x, const T* g, T* y, Int n, F f) {
+    // y = f(x, g), likewise
+    Int at = ((Int)blockIdx.x * blockDim.x + threadIdx.x) * LANES;
+    if (PACKED(at, n, ADDRESS(x) | ADDRESS(g) | ADDRESS(y))) {
+        Pack a = *(const Pack*)(x + at), b = *(const Pack*)(g + at), out;
+        for (int i = 0; i < (int)LANES; ++i) out.v[i] = (T)f((W)a.v[i], (W)b.v[i]);
+        *(Pack*)(y + at) = out;
+    } else
+        for (Int i = at; i < at + LANES && i < n; ++i) y[i] = (T)f((W)x[i], (W)g[i]);
+}
 """
 
 
@@ -93,13 +121,19 @@ def launch_kernel(name: str, like: Block, grid: tuple[int, ...], *args: Any) -> 
     _function(namespace(like), like.dtype.name, name)(grid, (tunables.CUDA_THREADS,), args)
 
 
-def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None) -> Block:
-    """Return a new block of this shape (by default the first block's), an element a thread."""
+def lanes(dtype: Any) -> int:
+    """Return how many elements a thread of the kernels by `each` reads at once."""
+    return 16 // int(dtype.itemsize)
+
+
+def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None, packed: bool = False) -> Block:
+    """Return a new block of this shape (by default the first block's), an element a thread; if `packed`, by `each`."""
     xp = namespace(blocks[0])
     given = [xp.ascontiguousarray(b) for b in blocks]
     out = xp.empty(blocks[0].shape if shape is None else shape, blocks[0].dtype)
     n = blocks[-1].size if name.endswith("_grad") else out.size
-    launch_kernel(name, out, (-(-n // tunables.CUDA_THREADS),), *given, out, np.int64(n))
+    size = tunables.CUDA_THREADS * (lanes(out.dtype) if packed else 1)
+    launch_kernel(name, out, (-(-n // size),), *given, out, np.int64(n))
     return out
 
 

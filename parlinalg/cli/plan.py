@@ -93,7 +93,7 @@ def _add_train(what: Commands) -> None:
     )  # fmt: skip
     train.add_argument(
         "--fused-attention", action="store_true",
-        help="count attention as one kernel of 16-bit products, by the machine's rates, as in other systems of today",
+        help="count attention as one kernel of 16-bit products, by the machine's rates, as cuDNN computes it",
     )  # fmt: skip
     train.add_argument("--best", type=int, default=10, metavar="N", help="how many to show (default: %(default)s)")
     train.add_argument("--out", metavar="FILE", help="write the configuration of the best, for parlinalg train")

@@ -569,8 +569,8 @@ class Machine:
     attention : dict of str to FusedAttention
         By dtype of the queries.
     fused_attention : bool
-        True if attention of such queries is counted as this kernel, which the library does not have: its own writes
-        blocks of scores to memory.  A file says so, or `with_fused_attention`.
+        True if attention of such queries is counted as this kernel, which the library has by cuDNN where its package
+        is installed; else it writes blocks of scores to memory.  A file says so, or `with_fused_attention`.
     """
 
     name: str = key(word(), "the machine's name")

@@ -17,8 +17,9 @@ import numpy as np
 
 from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
-from parlinalg.backend import Backend, kernels
+from parlinalg.backend import Backend, cudnn, kernels
 from parlinalg.backend.blas import cores_of, gemm_rate, host_and_cores
+from parlinalg.backend.kernels.attention.visibility import Visible
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.comm.together import together
@@ -31,7 +32,17 @@ from parlinalg.nn import GELU, LayerNorm, Linear, Sequential
 from parlinalg.offload.disk import DiskFile, aligned, free_bytes, process_number
 from parlinalg.planning import machine as planning
 from parlinalg.planning.imagine import TraceRecorder, imagine
-from parlinalg.planning.machine import OPERATIONS, STEPS, Algorithm, GemmRate, Kernels, Link, Operation, Overlap
+from parlinalg.planning.machine import (
+    OPERATIONS,
+    STEPS,
+    Algorithm,
+    FusedAttention,
+    GemmRate,
+    Kernels,
+    Link,
+    Operation,
+    Overlap,
+)  # fmt: skip
 from parlinalg.planning.trace import Gemm, Kernel, Trace
 from parlinalg.schemes import discover
 
@@ -119,6 +130,8 @@ TILES = (
     (64, 128, 0.75), (64, 64, 0.6),
 )  # fmt: skip
 """The tiles by which a GPU's library multiplies, and the shares of the rate that they reach, as in machines' files."""
+ATTENTION, HEADS = (4, 2048, 2048), (64, 128)
+"""The sequences, tokens and features by which a GPU's fused attention is measured, and the features of a head."""
 LAUNCHES = 3.0
 """Products on a GPU that take fewer times as long as the shortest kernel say nothing of its rate."""
 UFUNCS = ("exp", "log", "tanh", "sqrt", "power", "divide")
@@ -194,6 +207,7 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source, processors, floor)
             for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
         }
+        attention = _fused_rates(_agreed(comm, at_work, partial(_fused_attention, backend)), source)
         found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
         crowd = max(1.0, (comm.size if shared else per_node) / units)
         if crowd > 1:  # the ranks push each other's data out of the caches too
@@ -227,7 +241,8 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
         return planning.Machine(
-            name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound
+            name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound,
+            attention=attention, fused_attention=bool(attention),
         )  # fmt: skip
 
 
@@ -430,6 +445,37 @@ def _fitted(rates: dict[str, float], source: str, processors: int = 0, floor: fl
         fits.append((sum((x - mean) ** 2 for x in logs), math.exp(mean), half))
     _, rate, half = min(fits)
     return GemmRate(rate, source, half=half, tiles=tiles, units=max(1, processors), points=tuple(points))  # type: ignore[arg-type]
+
+
+def _fused_attention(backend: Backend) -> dict[str, float]:
+    """Return the operations a second of the fused kernels of causal attention in bfloat16, by pass and the features of
+    a head: 0 where the device has no such kernel."""
+    found = {f"{step} {e}": 0.0 for step in ("forward", "backward") for e in HEADS}
+    batch, n, width = ATTENTION
+    visible = Visible(causal=True)
+    band = visible.band(n, n)
+    for e in HEADS if backend.cuda and band is not None else ():
+        shape = batch, n, width // e, e
+        k = backend.from_host(np.random.default_rng(0).random(shape).astype(dtype_named("bfloat16")))
+        q, given = k[..., None, :], (band, e**-0.5)
+        if (made := cudnn.attention(q, k, k, *given)) is None:
+            continue
+        into = tuple(backend.xp.empty(x.shape, x.dtype) for x in (q, k, k))
+        work = batch * width * visible.pairs(0, n, 0, n)
+        forward = partial(cudnn.attention, q, k, k, *given)
+        backward = partial(cudnn.attention_grad, q, q, k, k, *made, into, *given)
+        found[f"forward {e}"] = 4 * work / _seconds(forward, backend)
+        found[f"backward {e}"] = 10 * work / _seconds(backward, backend)
+    return found
+
+
+def _fused_rates(found: dict[str, float], source: str) -> dict[str, FusedAttention]:
+    """Return the table of fused attention in a machine's file, from what `_fused_attention` found."""
+    rows = {
+        step: tuple((float(e), found[f"{step} {e}"]) for e in HEADS if found[f"{step} {e}"])
+        for step in ("forward", "backward")
+    }
+    return {"bfloat16": FusedAttention(**rows, source=source)} if all(rows.values()) else {}
 
 
 def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:

@@ -81,8 +81,8 @@ def plan_training(
     exhaustive : bool
         Trace every candidate in full: for tests of the search.
     fused_attention : bool
-        Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file.  Such
-        kernels are what other systems of today run; the library's writes blocks of scores to memory.
+        Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file: cuDNN's,
+        where its package is installed.  Without it the library writes blocks of scores to memory.
 
     Raises
     ------

@@ -63,6 +63,4 @@ def test_results_and_gradients(
 def close(found: Any, exact: np.ndarray[Any, Any], kind: np.dtype[Any]) -> None:
     """Compare numbers that were rounded to 16 bits a few times."""
     step, mine = float(ml_dtypes.finfo(kind).eps), backend_of(found).to_host(found)
-    np.testing.assert_allclose(
-        mine.astype(np.float64), exact, rtol=0, atol=4 * step * np.abs(exact).max()
-    )
+    np.testing.assert_allclose(mine.astype(np.float64), exact, rtol=0, atol=4 * step * np.abs(exact).max())

@@ -151,12 +151,11 @@ def erf(x: Block) -> Block:
 
 @erf.cuda(r"""
 extern "C" __global__ void pla_erf(const T* x, T* y, Int n) {
-    ELEMENTS(i, n)
-    y[i] = (T)erf((W)x[i]);
+    each(x, y, n, [](W v) { return erf(v); });
 }
 """)
 def _(x: Block) -> Block:
-    return cuda.elementwise("erf", x)
+    return cuda.elementwise("erf", x, packed=True)
 
 
 example("erf", erf, "x")
@@ -354,38 +353,36 @@ def _(x: Block, approximate: bool) -> tuple[Block, Block]:
 
 @gelu.cuda(r"""
 extern "C" __global__ void pla_gelu_tanh(const T* x, T* y, Int n) {
-    ELEMENTS(i, n)
-    W v = (W)x[i];
-    y[i] = (T)((W)0.5 * v * ((W)1 + tanh((W)0.7978845608028654 * (v + (W)0.044715 * v * v * v))));
+    each(x, y, n, [](W v) {
+        return (W)0.5 * v * ((W)1 + tanh((W)0.7978845608028654 * (v + (W)0.044715 * v * v * v)));
+    });
 }
 
 extern "C" __global__ void pla_gelu_erf(const T* x, T* y, Int n) {
-    ELEMENTS(i, n)
-    W v = (W)x[i];
-    y[i] = (T)((W)0.5 * v * erfc(-v * (W)0.7071067811865476));
+    each(x, y, n, [](W v) { return (W)0.5 * v * erfc(-v * (W)0.7071067811865476); });
 }
 """)
 def _(x: Block, approximate: bool) -> Block:
-    return cuda.elementwise("gelu_tanh" if approximate else "gelu_erf", x)
+    return cuda.elementwise("gelu_tanh" if approximate else "gelu_erf", x, packed=True)
 
 
 @gelu_grad.cuda(r"""
 extern "C" __global__ void pla_gelu_tanh_grad(const T* x, const T* g, T* dx, Int n) {
-    ELEMENTS(i, n)
-    W v = (W)x[i], c = (W)0.7978845608028654, a = (W)0.044715;
-    W t = tanh(c * (v + a * v * v * v));
-    dx[i] = (T)((W)g[i] * (W)0.5 * ((W)1 + t + v * ((W)1 - t * t) * c * ((W)1 + (W)3 * a * v * v)));
+    each_of_two(x, g, dx, n, [](W v, W d) {
+        W c = (W)0.7978845608028654, a = (W)0.044715, t = tanh(c * (v + a * v * v * v));
+        return d * (W)0.5 * ((W)1 + t + v * ((W)1 - t * t) * c * ((W)1 + (W)3 * a * v * v));
+    });
 }
 
 extern "C" __global__ void pla_gelu_erf_grad(const T* x, const T* g, T* dx, Int n) {
-    ELEMENTS(i, n)
-    W v = (W)x[i];
-    W slope = (W)0.5 * erfc(-v * (W)0.7071067811865476) + v * (W)0.3989422804014327 * exp((W)-0.5 * v * v);
-    dx[i] = (T)((W)g[i] * slope);
+    each_of_two(x, g, dx, n, [](W v, W d) {
+        W slope = (W)0.5 * erfc(-v * (W)0.7071067811865476) + v * (W)0.3989422804014327 * exp((W)-0.5 * v * v);
+        return d * slope;
+    });
 }
 """)
 def _(x: Block, g: Block, approximate: bool) -> Block:
-    return cuda.elementwise("gelu_tanh_grad" if approximate else "gelu_erf_grad", x, g)
+    return cuda.elementwise("gelu_tanh_grad" if approximate else "gelu_erf_grad", x, g, packed=True)
 
 
 example("gelu, tanh", lambda x: gelu(x, True), "x")

@@ -216,6 +216,50 @@ def _(device: ShapesBackend, block: Block) -> Block:
     return out
 
 
+@kernel(alike=2)
+def add_to_rows(block: Block, vector: Block) -> Block:
+    """Add a vector to every row of a block, in place, and return the block; vectors of several dims as one."""
+    block += vector.astype(block.dtype, copy=False)
+    return block
+
+
+@add_to_rows.cuda(r"""
+extern "C" __global__ void pla_add_to_rows(T* y, const T* v, Int rows, Int n, Int each) {
+    // `each` rows a thread, LANES columns of them
+    Int at = ((Int)blockIdx.x * blockDim.x + threadIdx.x) * LANES;
+    Int first = (Int)blockIdx.y * each, last = first + each < rows ? first + each : rows;
+    if (n % LANES == 0 && PACKED(at, n, ADDRESS(y) | ADDRESS(v))) {
+        Pack b = *(const Pack*)(v + at);
+        for (Int row = first; row < last; ++row) {
+            Pack a = *(Pack*)(y + row * n + at);
+            for (int i = 0; i < (int)LANES; ++i) a.v[i] = (T)((W)a.v[i] + (W)b.v[i]);
+            *(Pack*)(y + row * n + at) = a;
+        }
+    } else
+        for (Int row = first; row < last; ++row)
+            for (Int i = at; i < at + LANES && i < n; ++i) y[row * n + i] = (T)((W)y[row * n + i] + (W)v[i]);
+}
+""")
+def _(block: Block, vector: Block) -> Block:
+    n = vector.size
+    if not block.flags.c_contiguous or not n:
+        return NotImplemented
+    rows, each = block.size // n, 16
+    grid = -(-n // (tunables.CUDA_THREADS * cuda.lanes(block.dtype))), -(-rows // each)
+    if grid[1] > 65535:  # the most blocks of a second dim
+        each = -(-rows // 65535)
+        grid = grid[0], -(-rows // each)
+    vector = namespace(block).ascontiguousarray(vector)
+    cuda.launch_kernel("add_to_rows", block, grid, block, vector, np.int64(rows), np.int64(n), np.int64(each))
+    return block
+
+
+@add_to_rows.shapes
+def _(device: ShapesBackend, block: Block, vector: Block) -> Block:
+    block += vector.astype(block.dtype, copy=False)
+    return block
+
+
 @kernel()
 def squared_distance(x: Block, t: Block) -> Block:
     """Return the sum of (x - t)² over a block, in float64, as an array without dims."""
@@ -237,5 +281,6 @@ def _softmax(x: Block) -> tuple[Block, Block]:
 example("softmax", _softmax, "x")
 example("products of rows", row_dot, "x", "g")
 example("sums of rows", row_sums, "x")
+example("a vector added to rows", lambda x, bias: add_to_rows(x.copy(), bias), "x", "bias")
 example("running sums", running_sum, "x")
 example("squared distance", squared_distance, "x", "g")
