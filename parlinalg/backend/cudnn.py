@@ -56,8 +56,7 @@ def attention(q: Block, k: Block, v: Block, band: Band, scale: float) -> tuple[B
     (array, array) or None
         As q, contiguous; and [batch, kv heads, g, n] in float32.  None where cuDNN cannot.
     """
-    bounds = _bounds(q.shape[1], k.shape[1], band)
-    if bounds is None or q.shape[-1] % ALIGNED or not (q.size and k.size):
+    if (bounds := _bounds(q, k, band)) is None:
         return None
     xp, (b, n, heads, g, _) = namespace(q), q.shape
     q, k, v = (_aligned(x) for x in (q, k, v))
@@ -76,8 +75,7 @@ def attention_grad(
     Arguments as of `attention`, what it returned, and the gradient of the result.  The sums are in the same order on
     every run.  Returns False where cuDNN cannot.
     """
-    bounds = _bounds(q.shape[1], k.shape[1], band)
-    if bounds is None or q.shape[-1] % ALIGNED or not (q.size and k.size):
+    if (bounds := _bounds(q, k, band)) is None:
         return False
     xp, (b, n, heads, g, _) = namespace(q), q.shape
     dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
@@ -97,12 +95,14 @@ def attention_grad(
     return True
 
 
-def _bounds(n: int, m: int, band: Band) -> tuple[int | None, int | None] | None:
-    """Return how far before and from where after its own place a query sees no key: what cuDNN calls bounds of a band.
+def _bounds(q: Block, k: Block, band: Band) -> tuple[int | None, int | None] | None:
+    """Return from where before and how far after its own place a query sees keys: what cuDNN calls bounds of a band.
 
-    None stands for no bound; in place of both, for bands that are not taken: cuDNN's own start at the first key.
+    None stands for no bound; in place of both, for blocks and bands that are not taken: cuDNN's start at the first key.
     """
-    after, upto = band
+    if _library() is None or q.shape[-1] % ALIGNED or not (q.size and k.size):
+        return None
+    (after, upto), n, m = band, q.shape[1], k.shape[1]
     left = None if upto <= -n else -upto
     if after >= m - 1 and left is None:
         return None, None
@@ -139,7 +139,7 @@ def _run(make: Any, blocks: list[Block], bounds: tuple[int | None, int | None], 
     xp = namespace(blocks[0])
     places = tuple(Place(x.shape, tuple(s // x.itemsize for s in x.strides)) for x in blocks)
     device = xp.cuda.get_device_id()
-    graph = _graph(make, device, blocks[0].dtype.name, places, bounds, scale)
+    graph = _graph(make, device, blocks[0].dtype.name, places, bounds, float(scale))
     if graph is None:
         return False
     _library().set_stream(handle=graph.handle, stream=xp.cuda.get_current_stream().ptr)
@@ -169,8 +169,6 @@ def _graph(
 ) -> Graph | None:
     """Return the graph of an operation; None if cuDNN has no kernel for it, with a warning that says why."""
     library = _library()
-    if library is None:
-        return None
     try:
         handle = _handle(device)
         graph = library.pygraph(

@@ -19,7 +19,6 @@ from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
 from parlinalg.backend import Backend, cudnn, kernels
 from parlinalg.backend.blas import cores_of, gemm_rate, host_and_cores
-from parlinalg.backend.kernels.attention.visibility import Visible
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.comm.together import together
@@ -452,16 +451,14 @@ def _fused_attention(backend: Backend) -> dict[str, float]:
     a head: 0 where the device has no such kernel."""
     found = {f"{step} {e}": 0.0 for step in ("forward", "backward") for e in HEADS}
     batch, n, width = ATTENTION
-    visible = Visible(causal=True)
-    band = visible.band(n, n)
-    for e in HEADS if backend.cuda and band is not None else ():
+    for e in HEADS if backend.cuda else ():
         shape = batch, n, width // e, e
         k = backend.from_host(np.random.default_rng(0).random(shape).astype(dtype_named("bfloat16")))
-        q, given = k[..., None, :], (band, e**-0.5)
+        q, given = k[..., None, :], ((0, -n), e**-0.5)
         if (made := cudnn.attention(q, k, k, *given)) is None:
             continue
         into = tuple(backend.xp.empty(x.shape, x.dtype) for x in (q, k, k))
-        work = batch * width * visible.pairs(0, n, 0, n)
+        work = batch * width * n * (n + 1) // 2
         forward = partial(cudnn.attention, q, k, k, *given)
         backward = partial(cudnn.attention_grad, q, q, k, k, *made, into, *given)
         found[f"forward {e}"] = 4 * work / _seconds(forward, backend)
