@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.backend.kernels.rows import add_to
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, span_of
 from parlinalg.matmul.local import DeferredGemm
@@ -140,7 +141,7 @@ def conjugated(derivative: Any, g: Block, *held: Any) -> Any:
 
 def _sum(a: Block, b: Block, into: bool) -> Block:
     if into and a.ndim and getattr(a.flags, "writeable", True):  # CuPy's arrays always are
-        a += b
+        add_to(a, b)
         return a
     return namespace(a).asarray(a + b)
 

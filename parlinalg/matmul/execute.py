@@ -22,7 +22,7 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.backend import backend_of
 from parlinalg.backend.halves import work_dtype
-from parlinalg.backend.kernels.rows import add_to_rows
+from parlinalg.backend.kernels.rows import add_to
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import common
 from parlinalg.errors import LayoutError
@@ -122,7 +122,9 @@ def _as_given(plan: Plan, x: DistArray, w: DistArray) -> Plan:
 
 
 def _plus(y: Block, bias: Block | None) -> Block:
-    return y if bias is None else add_to_rows(y, bias)
+    if bias is not None:
+        add_to(y, bias)
+    return y
 
 
 @contextmanager

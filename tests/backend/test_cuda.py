@@ -22,7 +22,7 @@ from parlinalg.backend.kernels.attention import device
 from parlinalg.backend.kernels.attention.visibility import Visible
 from parlinalg.backend.kernels.norms import norm, norm_grad
 from parlinalg.backend.kernels.optimizers import adam
-from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max, row_sums
+from parlinalg.backend.kernels.rows import add_to, row_exp, row_exp_sum, row_max, row_sums
 from parlinalg.cli.gpu import kernel_checks
 from parlinalg.planning.trace import Kernel
 from parlinalg.random import Bernoulli, dropping
@@ -137,6 +137,19 @@ def test_cuda_kernels_compute_what_numpy_does(
         equal(gelu(v, tanh), gelu.plain(v, tanh))
         equal(gelu_grad(v, x, tanh), gelu_grad.plain(v, x, tanh))
     equal(erf(v), erf.plain(v))
+    askew = v.reshape(-1)[1:]  # not at a multiple of 16 bytes
+    equal(gelu(askew, True), gelu.plain(askew, True))
+    for other in (g, b):
+        ends = []
+        for add in (add_to, add_to.plain):
+            ends.append(x.copy())
+            add(ends[-1], other)
+        equal(*ends)
+    total = v.copy()
+    add_to(total.reshape(-1)[1:], x.reshape(-1)[:-1])
+    equal(total.reshape(-1)[1:], askew + x.reshape(-1)[:-1])
+    add_to(total.T, x.T)  # in Fortran's order the plain form adds
+    equal(total.reshape(-1)[1:], askew + x.reshape(-1)[:-1] + x.reshape(-1)[1:])
     equal(swiglu(z), swiglu.plain(z))
     equal(swiglu_grad(z, g), swiglu_grad.plain(z, g))
     for decoupled in (True, False):

@@ -217,19 +217,18 @@ def _(device: ShapesBackend, block: Block) -> Block:
 
 
 @kernel(alike=2)
-def add_to_rows(block: Block, vector: Block) -> Block:
-    """Add a vector to every row of a block, in place, and return the block; vectors of several dims as one."""
-    block += vector.astype(block.dtype, copy=False)
-    return block
+def add_to(block: Block, other: Block) -> None:
+    """Add another block to a block, in place: of its shape, or of its last dims' to each of its rows."""
+    block += other.astype(block.dtype, copy=False)
 
 
-@add_to_rows.cuda(r"""
-extern "C" __global__ void pla_add_to_rows(T* y, const T* v, Int rows, Int n, Int each) {
-    // `each` rows a thread, LANES columns of them
+@add_to.cuda(r"""
+extern "C" __global__ void pla_add_to(T* y, const T* x, Int rows, Int n, Int each) {
+    // LANES columns of `each` rows a thread
     Int at = ((Int)blockIdx.x * blockDim.x + threadIdx.x) * LANES;
     Int first = (Int)blockIdx.y * each, last = first + each < rows ? first + each : rows;
-    if (n % LANES == 0 && PACKED(at, n, ADDRESS(y) | ADDRESS(v))) {
-        Pack b = *(const Pack*)(v + at);
+    if ((rows == 1 || n % LANES == 0) && PACKED(at, n, ADDRESS(y) | ADDRESS(x))) {
+        Pack b = *(const Pack*)(x + at);
         for (Int row = first; row < last; ++row) {
             Pack a = *(Pack*)(y + row * n + at);
             for (int i = 0; i < (int)LANES; ++i) a.v[i] = (T)((W)a.v[i] + (W)b.v[i]);
@@ -237,27 +236,24 @@ extern "C" __global__ void pla_add_to_rows(T* y, const T* v, Int rows, Int n, In
         }
     } else
         for (Int row = first; row < last; ++row)
-            for (Int i = at; i < at + LANES && i < n; ++i) y[row * n + i] = (T)((W)y[row * n + i] + (W)v[i]);
+            for (Int i = at; i < at + LANES && i < n; ++i) y[row * n + i] = (T)((W)y[row * n + i] + (W)x[i]);
 }
 """)
-def _(block: Block, vector: Block) -> Block:
-    n = vector.size
-    if not block.flags.c_contiguous or not n:
+def _(block: Block, other: Block) -> None:
+    n = other.size
+    evenly = block.flags.c_contiguous and other.flags.c_contiguous and other.shape == block.shape[-other.ndim :]
+    if not (evenly and n and other.ndim):
         return NotImplemented
-    rows, each = block.size // n, 16
+    rows = block.size // n
+    each = max(16, -(-rows // 65535))  # a grid has at most so many blocks in its second dim
     grid = -(-n // (tunables.CUDA_THREADS * cuda.lanes(block.dtype))), -(-rows // each)
-    if grid[1] > 65535:  # the most blocks of a second dim
-        each = -(-rows // 65535)
-        grid = grid[0], -(-rows // each)
-    vector = namespace(block).ascontiguousarray(vector)
-    cuda.launch_kernel("add_to_rows", block, grid, block, vector, np.int64(rows), np.int64(n), np.int64(each))
-    return block
+    cuda.launch_kernel("add_to", block, grid, block, other, np.int64(rows), np.int64(n), np.int64(each))
+    return None
 
 
-@add_to_rows.shapes
-def _(device: ShapesBackend, block: Block, vector: Block) -> Block:
-    block += vector.astype(block.dtype, copy=False)
-    return block
+@add_to.shapes
+def _(device: ShapesBackend, block: Block, other: Block) -> None:
+    block += other.astype(block.dtype, copy=False)
 
 
 @kernel()
@@ -278,9 +274,16 @@ def _softmax(x: Block) -> tuple[Block, Block]:
     return total, row_exp(x, top, 1 / total)
 
 
+def _added(x: Block, other: Block) -> Block:
+    total = x.copy()
+    add_to(total, other)
+    return total
+
+
 example("softmax", _softmax, "x")
 example("products of rows", row_dot, "x", "g")
 example("sums of rows", row_sums, "x")
-example("a vector added to rows", lambda x, bias: add_to_rows(x.copy(), bias), "x", "bias")
+example("sums in place", _added, "x", "g")
+example("a vector added to rows", _added, "x", "bias")
 example("running sums", running_sum, "x")
 example("squared distance", squared_distance, "x", "g")
