@@ -2,6 +2,7 @@
 
     python bench/foresight/measured.py train:2          # bench/train.py's GPT under 1D, 2D, data parallel and ZeRO
     python bench/foresight/measured.py train:4 pipeline:2 pipeline:4
+    python bench/foresight/measured.py gpu:1            # GPTs of several sizes in bfloat16, on one GPU
     python bench/foresight/measured.py hosts:200mbit hosts:1gbit        # bench/schemes.py on 8 emulated hosts
     python bench/foresight/measured.py plans:1gbit --machine hosts_1gbit     # what the planner chooses, and others
 
@@ -47,9 +48,11 @@ from gpt import Sizes  # noqa: E402
 RESULTS = HERE / "results"
 MODEL = train.MODELS["d512"]
 TRAIN = ("serial", "1d", "2d", "data", "zero1", "zero2", "zero3")
+ON_GPU = ("1024x12x16x1024x8x32768", "2048x4x16x2048x4x32768", "4096x4x32x2048x2x32768", train.MODELS["gpu"])
+"""The GPTs of the setting gpu:1, each a form."""
 APART = 1.1
 """Steps whose times differ by more than this ratio should be ordered by the prediction."""
-GOALS = {"train": (0.1, 0.1), "pipeline": (0.1, 0.1), "hosts": (0.1, 0.2)}
+GOALS = {"train": (0.1, 0.1), "pipeline": (0.1, 0.1), "hosts": (0.1, 0.2), "gpu": (0.1, 0.1)}
 """By setting, the most that predictions should be off: in the median, and at worst."""
 OF_FASTEST = 1.05
 """The most that the chosen plan's step should take, as a multiple of the fastest measured one's."""
@@ -87,6 +90,8 @@ def forms(setting: str) -> list[str]:
     kind, where = setting.split(":")
     if kind == "hosts":
         return list(schemes.SHAPES[HOSTS])
+    if kind == "gpu":
+        return list(ON_GPU)
     ranks = int(where)
     if kind == "pipeline":
         layers = Sizes.parse(pipeline.MODEL).layers
@@ -103,9 +108,11 @@ def ranks_of(setting: str, form: str) -> int:
 def prepared(setting: str, form: str, world: Any, args: argparse.Namespace) -> tuple[Step, int]:
     """Return what makes a step of a form on imagined ranks, and the batches of one."""
     kind, _ = setting.split(":")
-    if kind == "train":
+    if kind in ("train", "gpu"):
         from gpt_parlinalg import prepared as train_step
 
+        if kind == "gpu":
+            return train_step("serial", Sizes.parse(form), "cupy", "bfloat16")[1], 1
         return train_step(form, Sizes.parse(args.model), "numpy", "float32")[1], 1
     if kind == "hosts":
         case = schemes.make(form, world.comm, schemes.arguments([]))
@@ -139,7 +146,8 @@ def predicted(setting: str, form: str, machine: Any, args: argparse.Namespace) -
         told = pla.imagine_together(program, ranks, node=node, what_if=pla.WhatIf())
         traces, batches = [trace for trace, _ in told.values()], next(iter(told.values()))[1]
     else:  # all ranks do the same
-        with pla.imagine(ranks, node=node, what_if=pla.WhatIf()) as world:
+        target = "gpu" if setting.startswith("gpu") else "cpu"
+        with pla.imagine(ranks, target=target, node=node, what_if=pla.WhatIf()) as world:
             trace, batches = program(world)
         traces = [trace]
     del os.environ["PARLINALG_MPI"]
@@ -199,6 +207,8 @@ def a_round(setting: str, names: Sequence[str], args: argparse.Namespace) -> dic
         piece = f"parlinalg:{form}:{ranks_of(setting, form)}"
         if kind == "train":
             line, env = train.command(piece, args.model, args.warm, args.steps, "cpu", "float32")
+        elif kind == "gpu":
+            line, env = train.command("parlinalg:serial:1", form, args.warm, args.steps, "cuda", "bfloat16")
         else:
             line, env = pipeline.command(piece, Sizes.parse(args.model), args.model, args)
         told = harness.run(line, env, timeout=240)
@@ -372,10 +382,12 @@ TITLES = {
     "train": "{} ranks of one machine: GPTs under tensor and data parallelism",
     "pipeline": "{} ranks of one machine: pipelines",
     "hosts": f"{HOSTS} emulated hosts, links of {{}}",
+    "gpu": "One GPU",
 }
 MODELS = {
     "train": "The GPT of `bench/train.py` ({}: width, layers, heads, sequence, batch, vocabulary), float32, AdamW.",
     "pipeline": "The GPT of `bench/pipeline.py` ({}), 8 microbatches.",
+    "gpu": "GPTs as in `bench/train.py --device cuda`: width, layers, heads, sequence, batch, vocabulary; bfloat16, AdamW.",
     "hosts": "All schemes of `bench/schemes.py`: hidden 256, 2 layers, batch 16 × sequence 64.",
 }
 
@@ -386,8 +398,9 @@ def section(result: dict[str, Any]) -> str:
     if kind == "plans":
         return plans_section(result)
     place = where.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+    device = result["machine"]["cpu"] if kind != "gpu" else result["about"].partition("GPU 0 (")[2].partition(")")[0]
     about = (
-        f"{MODELS[kind].format(result['model'])} {result['date']}, {result['machine']['cpu']}, "
+        f"{MODELS[kind].format(result['model'])} {result['date']}, {device}, "
         f"{result['machine']['cores']} cores, of which others used {100 * result['others']:.0f}%."
     )
     return f"### {TITLES[kind].format(place)}\n\n{about}\n\n{table(result)}\n\n{figures(result)}"
@@ -395,8 +408,8 @@ def section(result: dict[str, Any]) -> str:
 
 def sections() -> str:
     """The part of the page of all results."""
-    order = [*(f"{kind}_{n}" for kind in ("train", "pipeline") for n in (2, 4)), "hosts_200mbit", "hosts_1gbit"]
-    order += ["plans_200mbit", "plans_1gbit"]
+    order = [*(f"{kind}_{n}" for kind in ("train", "pipeline") for n in (2, 4)), "gpu_1", "hosts_200mbit"]
+    order += ["hosts_1gbit", "plans_200mbit", "plans_1gbit"]
     found = [RESULTS / f"{name}{model}.json" for name in order for model in ("", "_d1024")]
     return "\n\n".join(section(json.loads(path.read_text())) for path in found if path.exists())
 
@@ -408,9 +421,11 @@ def setting(text: str) -> str:
         kind not in (*GOALS, "plans")
         or not where
         or (kind in ("train", "pipeline") and (not where.isdigit() or int(where) < 2))
+        or (kind == "gpu" and where != "1")
     ):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no setting: train:RANKS, pipeline:RANKS, hosts:RATE or plans:RATE with a rate as tc writes it"
+            f"{text!r} is no setting: train:RANKS, pipeline:RANKS, gpu:1, hosts:RATE or plans:RATE with a rate as tc "
+            "writes it"
         )
     return text
 

@@ -226,8 +226,8 @@ class LUFactor(Factor):
             elif not alone:
                 t = namespace(t).hstack([t, sides])
         behind = sides if alone else t[:, t.shape[1] - width :]
-        # of a square matrix the factors tell: what is not finite stays where it is, but for its row's place
-        late = m == n and (alone or isinstance(t, np.ndarray))
+        # of a square matrix LAPACK's factors tell: what is not finite stays where it is, but for its row's place
+        late = m == n and isinstance(t, np.ndarray)  # cuSOLVER has zeros for NaNs below the diagonal
         finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
         work = LU(tiles, t, (m, n), extra, behind if alone else None, given)
         del sides, behind
