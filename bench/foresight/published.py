@@ -437,11 +437,15 @@ say what they are lost to. Reading it as a calibration of the file would make th
 
 ## A step on an H100
 
-On 2026-11-26 a GPT of 2048 × 4 layers (16 heads, 2,048 tokens, batch 4, vocabulary 32,768, bfloat16) took the library
-58.7 ms a step on one H100, of which the GPU worked 52.2. The file `h100`, of datasheets and published kernels, predicts
-43.3 ms, 26% too fast. CuPy's sums of two blocks of bfloat16 take 4.5 ms, where 2.1 are predicted by bytes; the sums of
-rows, 3.3 ms, were another kernel then, of which 0.6 are predicted; the GPU waited for 6.5 ms. An operation costs the
-host 0.1 ms on that machine, where the file assumes 0.005: the host works for 40 of these ms.
+The table "One GPU" is by a machine's file that was measured in the same run. The file `h100`, of datasheets and
+published kernels, predicts with `--fused-attention` 29.1, 48.1 and 95.5 ms for the wider three, 10 to 12% too fast (in
+another run the last took 103 ms): norms, sums of rows and biases are slower than their bytes tell, and the GPU waits
+for the host at the begin of a step. For the narrow one it predicts 25 ms, where 62 are measured: the host takes 83 µs
+for an operation, Python's and CuPy's work, and the file assumes 5.
+
+A run twenty minutes before had three of the four predicted 39 to 50% too slow: the doctor had measured the overhead of
+an operation once, 160 µs, where the run before that had 111. It is measured at three times since, of which the middle
+one counts. Before attention was one kernel of cuDNN's, the GPT of 2048 × 4 layers took 58.7 ms.
 
 ## Training systems on H100s
 
