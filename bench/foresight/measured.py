@@ -387,7 +387,7 @@ TITLES = {
 MODELS = {
     "train": "The GPT of `bench/train.py` ({}: width, layers, heads, sequence, batch, vocabulary), float32, AdamW.",
     "pipeline": "The GPT of `bench/pipeline.py` ({}), 8 microbatches.",
-    "gpu": "GPTs as in `bench/train.py --device cuda`: width, layers, heads, sequence, batch, vocabulary; bfloat16, AdamW.",
+    "gpu": "GPTs as in `bench/train.py --device cuda` (forms are width, layers, heads, …), bfloat16, AdamW.",
     "hosts": "All schemes of `bench/schemes.py`: hidden 256, 2 layers, batch 16 × sequence 64.",
 }
 
