@@ -38,6 +38,7 @@ EXTRAS = (
     ("ml_dtypes", "bfloat16", "pip install 'parlinalg[train]'"),
     ("tokenizers", "texts as tokens of a tokenizer.json", "pip install 'parlinalg[text]'"),
     ("cupy", "GPUs", "pip install 'parlinalg[cupy13]' (CUDA 13), or parlinalg[cupy12] (CUDA 12)"),
+    ("cudnn", "fused attention on GPUs", "pip install 'parlinalg[cudnn13]' (CUDA 13), or parlinalg[cudnn12] (CUDA 12)"),
 )
 TRIAL_SECONDS = 60
 
