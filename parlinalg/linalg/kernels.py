@@ -198,6 +198,40 @@ def _lift(dtype: np.dtype[Any]) -> Any:
     return np.finfo(dtype).dtype.type(2.0 ** (np.finfo(dtype).nmant + 2))
 
 
+def units(largest: np.ndarray) -> np.ndarray:
+    """Return the powers of two that bring sizes of matrices near 1 from near underflow or overflow; 1 of others."""
+    limits = np.finfo(largest.dtype)
+    edge, most = float(limits.tiny) / float(limits.eps), limits.maxexp - 2  # themselves in range
+    odd = (largest > 0) & ((largest < edge) | (largest > 1 / edge))
+    powers = np.where(odd, np.clip(-np.frexp(largest)[1], -most, most), 0)
+    return np.ldexp(np.ones_like(largest), powers)
+
+
+def in_range(a: Block) -> tuple[Block, np.ndarray]:
+    """Return the matrices [count, m, n] times their `units`, and these, [count], on the host."""
+    if not a.size or not has_values(a):
+        return a, np.ones(len(a), np.finfo(a.dtype).dtype)
+    found = units(to_host(abs(a).max((-2, -1))))
+    return (a * beside(found, a)[:, None, None] if (found != 1).any() else a), found
+
+
+def halves(unit: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two powers of two whose product, which may be out of range, is unit / other."""
+    power, one = np.frexp(unit)[1] - np.frexp(other)[1], np.ones_like(unit)
+    return np.ldexp(one, power // 2), np.ldexp(one, power - power // 2)
+
+
+def quotients(y: Any, values: Any) -> Any:
+    """Return y / values, and 0 where the value is 0, of blocks or distributed arrays; values may have no reciprocals.
+
+    Complex quotients have reciprocals in them too: where they would overflow, both are multiplied by a power of two.
+    """
+    limits, one = np.finfo(values.dtype), values.dtype.type(1)
+    with np.errstate(all="ignore"):
+        lift = np.where(values < limits.tiny, _lift(values.dtype), one)
+        return y * (lift * (values > 0)) / np.where(values > 0, values * lift, one)
+
+
 def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False, unit: bool = False) -> Block:
     """Return the solutions x of `op(t) x = b` of stacks of triangles, with zeros outside of them and ones for `unit`.
 
