@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray, whole
+from parlinalg.array.dispatch import no_array
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
@@ -29,7 +30,7 @@ ODD = "NaNs or infinities"
 def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
     """Return an array of matrices in a floating dtype; refuse what is none."""
     if not isinstance(x, DistArray):
-        raise TypeError(f"{name} takes DistArrays, not {type(x).__name__}; distribute(array) makes one")
+        raise no_array(name, type(x).__name__)
     if x.ndim < (1 if vectors else 2):
         raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
     if square and x.shape[-1] != x.shape[-2]:
