@@ -27,9 +27,9 @@ from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, r
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
-    _assumed_rank,
-    _counted,
-    _limit,
+    assumed_rank,
+    counted,
+    limit_of,
     svd,
     svdvals,
     values_of,
@@ -183,7 +183,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
         raise LinAlgError(wrong)
     layout = Layout(None, None)
     values = DistArray(s, (min(m, n),), Layout(None), grid)
-    found = max(r for _, r in told) if grid.backend.values else _assumed_rank(grid, min(m, n))
+    found = max(r for _, r in told) if grid.backend.values else assumed_rank(grid, min(m, n))
     return DistArray(x, (n, b.shape[1]), layout, grid), found, values
 
 
@@ -218,14 +218,14 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
             s = zeros((0,), dtype=a.real.dtype, grid=a.grid)
         else:
             s = values_of([factor.R], "lstsq") if keep else values_of_triangle(factor, "lstsq")
-        rank = _counted((s > _limit(a, s, limit, 0)).sum(), k) if k else 0
+        rank = counted((s > limit_of(a, s, limit, 0)).sum(), k) if k else 0
         if rank == k:
             return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R, 1.0) if keep else ()
         if not keep:
             factor = factored()
     r = factor.R
     u, s, vh = svd(r, full_matrices=False)
-    kept = s > _limit(r, s, limit, 0)
+    kept = s > limit_of(r, s, limit, 0)
     values = s * kept
     if wide:  # A = V S Uᴴ Qᴴ
         x = factor.turned(matmul(u, kernels.quotients(matmul(vh, b), values[:, None])))
@@ -235,7 +235,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     if keep:
         left = factor.turned(u)
         parts = ("svd", vh.mT.conj(), values, left.mT.conj(), 1.0) if wide else ("svd", left, values, vh, 1.0)
-    return (x, _counted(kept.sum(), k), s), parts
+    return (x, counted(kept.sum(), k), s), parts
 
 
 def _unit(a: DistArray, largest: float) -> Any:
@@ -294,7 +294,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
     where = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
     triangle = DistArray(_part(r, where), (n, n), layout, grid)
     values_of_all = svdvals(triangle)
-    if _counted((values_of_all > _limit(triangle, values_of_all, limit, 0)).sum(), n) < n:
+    if counted((values_of_all > limit_of(triangle, values_of_all, limit, 0)).sum(), n) < n:
         return None
     return found, n, values_of_all
 
@@ -341,7 +341,7 @@ def _stacked(
         parts = ("wide" if m < n else "tall", q, r, unit)
         if not full:
             u, values, vh = svd(r, full_matrices=False)
-            values, left = values * (values > _limit(r, values, limit, 1)), matmul(q, u)
+            values, left = values * (values > limit_of(r, values, limit, 1)), matmul(q, u)
             parts = ("svd", left, values, vh, unit) if m >= n else ("svd", vh.mT.conj(), values, left.mT.conj(), unit)
     return (x, ranks, s, squares if full else None), parts
 
