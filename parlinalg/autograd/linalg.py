@@ -428,7 +428,7 @@ def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
     """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to 10 n ε times the largest of `values`, [..., k]."""
     limit = spectral.limit_of(x, abs(values), None, 10 * n)
     limit = limit if x.ndim == values.ndim else limit[..., None]
-    return spectral._inverse(x, abs(x) > limit)
+    return spectral.reciprocals(x, abs(x) > limit)
 
 
 def differences(w: DistArray) -> DistArray:

@@ -339,7 +339,7 @@ def assumed_rank(grid: Grid, k: int) -> int:
     return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
 
 
-def _inverse(s: DistArray, kept: DistArray) -> DistArray:
+def reciprocals(s: DistArray, kept: DistArray) -> DistArray:
     """Return the inverses of the values that are kept, and zeros."""
     return where(kept, 1 / where(kept, s, s.dtype.type(1)), s.dtype.type(0))
 
@@ -362,7 +362,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     """
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
-    inverse = _inverse(s, kept)
+    inverse = reciprocals(s, kept)
     return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
 
 
