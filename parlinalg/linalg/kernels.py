@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import cmath
 import ctypes
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -432,6 +433,44 @@ def reflections(a: Block) -> tuple[Block, Block, Block] | None:
     y[:n] = np.tril(y[:n], -1)
     y[range(n), range(n)] = 1
     return y, t, r
+
+
+def pivoted_qr(a: Block, mode: str) -> tuple[Block, ...]:
+    """Return Q, R and p of A[:, p] = Q R of matrices [..., m, n], by LAPACK's `geqp3`, on the host; of "r" R and p."""
+    if not has_values(a):
+        return shape_solver.pivoted_qr(a, mode)
+    *lead, m, n = a.shape
+    count, height = math.prod(lead), m if mode == "complete" else min(m, n)
+    r, p = np.zeros((count, height, n), a.dtype), np.tile(np.arange(n), (count, 1))
+    q = np.tile(np.eye(m, height, dtype=a.dtype), (0 if mode == "r" else count, 1, 1))
+    host, unit = in_range(to_host(a).reshape(count, m, n))
+    for i in range(count if min(m, n) else 0):
+        left, upper, p[i] = _pivoted_qr(host[i], 0 if mode == "r" else height)
+        r[i, : len(upper)] = upper / unit[i]
+        if mode != "r":
+            q[i] = left
+    found = (r, p) if mode == "r" else (q, r, p)
+    return tuple(beside(each.reshape(*lead, *each.shape[1:]), a) for each in found)
+
+
+def _pivoted_qr(a: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return so many columns of Q, R and p of A[:, p] = Q R of a matrix on the host that is not empty."""
+    (m, n), k, dtype = a.shape, min(a.shape), a.dtype
+    y, p, tau = np.zeros((m, max(columns, n)), dtype, order="F"), np.zeros(n, np.int64), np.zeros(k, dtype)
+    y[:, :n] = a
+    size = max(2 * n + (n + 1) * PANEL, columns * PANEL)
+    more = [np.zeros(2 * n, a.real.dtype)] if dtype.kind == "c" else []
+    work = np.zeros(size, dtype)
+    if blas.lapack("geqp3", dtype, m, n, y, m, p, tau, work, size, *more) is None:
+        from scipy.linalg import qr
+
+        q, r, p = qr(a, mode="full" if columns > k else "economic", pivoting=True, check_finite=False)
+        return q[:, :columns], r[:k], p
+    r = np.triu(y[:k, :n])
+    if columns:
+        name = "ungqr" if dtype.kind == "c" else "orgqr"
+        blas.lapack(name, dtype, m, columns, k, y, m, tau, work, size)
+    return y[:, :columns], r, p - 1
 
 
 def unpivoted(a: Block) -> tuple[Block, Block, Block]:
