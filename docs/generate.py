@@ -105,7 +105,7 @@ LINALG = {
     "eigh": "3 n² (1 − 1/p) + 2 n²/C (1 − 1/R); trips 5/2 n²/p (1 − 1/p)",
     "svd": "4 n² (1 − 1/p) + 4 n²/C (1 − 1/R); trips 5 n²/p (1 − 1/p)",
 }
-PIVOTED = "n² (1 − 1/p), half of it for Q, + 2 n (p − 1) for choices of pivots; trips 3 n²/p (1 − 1/p)"
+PIVOTED = "n² (1 − 1/p), half of it for Q, + 3 n (p − 1) for choices of pivots; trips 3 n²/p (1 − 1/p)"
 
 
 def words_of_factorizations() -> str:

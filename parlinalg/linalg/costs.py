@@ -627,7 +627,7 @@ def pivoted(
     costs.bring(layout, shape, rows, columns)
     costs.agree(2)
     every = np.ones(len(costs.i), np.int64)
-    costs.note("choices of pivots", "all_gather", costs.across, 2 * (deal.C - 1) * k * every, times=k)
+    costs.note("choices of pivots", "all_gather", costs.across, 3 * (deal.C - 1) * k * every, times=k)
     lengths, owners = m - np.arange(k), order[:k] // deal.size % deal.C
     own = np.bincount(owners, lengths, deal.C).astype(np.int64)
     costs.note("reflections", "broadcast", costs.across, lengths.sum() - own[costs.j], times=k)

@@ -17,10 +17,12 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.eigh import TINY, reflector
 from parlinalg.linalg.qr import QR, Reflections
-from parlinalg.linalg.tiles import SMALL, Board, Tiles, board
+from parlinalg.linalg.tiles import Board, Tiles, board
 
 PANEL = 32
 """Steps after which the rest of the matrix is updated; the columns of a tile."""
+DIGIT = 4096
+"""The base of the two digits of a column's number, which numbers of half the precision hold too."""
 LONG = 1.5
 """Rows of a matrix by its columns from which on it is factored without pivoting first, and then its R with."""
 
@@ -50,18 +52,17 @@ class PivotedQR(QR):
         if has_values(self.a):
             self._norms = lengths(self.a)
             self._exact = self._norms.copy()
-        across = tiles.across
-        with board(across, m, self.a.dtype) as lent, board(across, SMALL, np.float64) as choices:
+        with board(tiles.across, m, self.a.dtype) as lent:
             for k in range(0, min(m, n), tiles.size):
-                self._panel(lent, choices, k, min(tiles.size, min(m, n) - k))
+                self._panel(lent, k, min(tiles.size, min(m, n) - k))
 
-    def _panel(self, lent: Board, choices: Board, k: int, b: int) -> None:
+    def _panel(self, lent: Board, k: int, b: int) -> None:
         """Factor b columns from place k on, apply A := A - V G to what is right of them, and keep V and T."""
         a, m, xp = self.a, self.shape[0], kernels.on_host(self.tiles.grid.backend)
         v, t, g = xp.zeros((m - k, b), a.dtype), xp.zeros((b, b), a.dtype), xp.zeros((b, a.shape[1]), a.dtype)
         for q in range(b):
             j = k + q
-            root, message = self._choose(choices, j, g[:q]), xp.empty(m - j, a.dtype)
+            root, message = self._choose(lent, j, g[:q]), xp.empty(m - j, a.dtype)
             if root == self.tiles.j:
                 c = self._done
                 message[:], tau, beta = reflector(a[j:, c] - v[q:, :q] @ g[:q, c])
@@ -82,24 +83,25 @@ class PivotedQR(QR):
         own = self.tiles.owner(k)[1] == self.tiles.j
         self.kept.append(Reflections(k, v if own else None, t, None))
 
-    def _choose(self, choices: Board, j: int, g: Any) -> int:
+    def _choose(self, lent: Board, j: int, g: Any) -> int:
         """Let the largest column be number j of A[:, p]; return its grid column.  There it becomes the next one here.
 
         Of equals it is the first in the order so far.
         """
         tiles, done = self.tiles, self._done
         places, norms = self.places[done:], self._norms[done:]
-        mine = kernels.on_host(tiles.grid.backend).full((1, 2), -1.0)
+        mine = kernels.on_host(tiles.grid.backend).full((1, 3), -1, self.a.dtype)
         if len(norms):
             largest = np.flatnonzero(norms == norms.max())
-            mine[0] = norms[largest[0]], places[largest].min()
-        every = choices.gather(mine, [1] * tiles.across.size)
+            mine[0] = norms[largest[0]], *divmod(int(places[largest].min()), DIGIT)
+        every = lent.gather(mine, [1] * tiles.across.size)
         if has_values(every):
-            root = min(range(len(every)), key=lambda i: (-every[i, 0], every[i, 1]))
-            place = int(every[root, 1])
+            norm, high, low = every.real.T.tolist()
+            place, root = min((DIGIT * high[i] + low[i], i) for i, size in enumerate(norm) if size == max(norm))
         else:
             every.device.assume("pivots", "the choice of pivots")
             root, place = tiles.owner(j)[1], j
+        place = int(place)
         self.order[[j, place]] = self.order[[place, j]]
         taken, other = places == place, places == j
         places[other], places[taken] = place, j
