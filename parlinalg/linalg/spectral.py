@@ -291,12 +291,11 @@ def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
-        routine = lambda xp, a: kernels.routines(a).svd(a, compute_uv=False)  # noqa: E731
         if x.ndim == 2 and not x.grid.backend.cpu:
-            found = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
-            if found is not None:
-                x, routine = found.R, lambda xp, a: kernels.small_svd(a, compute_uv=False)
-        return batches("svdvals", routine, svdvals, x)[0]
+            tall = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
+            if tall is not None:
+                return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, tall.R)[0]
+        return batches("svdvals", lambda xp, a: kernels.routines(a).svd(a, compute_uv=False), svdvals, x)[0]
     return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
 
 
