@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from parlinalg.array import functions
+from parlinalg.grid import default_layout
 from parlinalg.layout import coordinates
+from parlinalg.linalg import costs
 from parlinalg.linalg.planner import plan_linalg
+from parlinalg.linalg.tiles import Deal
 from parlinalg.schemes import discover, scheme_words, table_of_schemes
 from parlinalg.schemes.scheme import Scheme
 from parlinalg.train import config
@@ -102,16 +105,24 @@ LINALG = {
     "eigh": "3 n² (1 − 1/p) + 2 n²/C (1 − 1/R); trips 5/2 n²/p (1 − 1/p)",
     "svd": "4 n² (1 − 1/p) + 4 n²/C (1 − 1/R); trips 5 n²/p (1 − 1/p)",
 }
+PIVOTED = "n² (1 − 1/p), half of it for Q, + 3 n (p − 1) for choices of pivots; trips 3 n²/p (1 − 1/p)"
 
 
 def words_of_factorizations() -> str:
     """The words of factorizations to leading order, and exactly for an example, with the calls."""
 
     def rows() -> Iterator[tuple[str, ...]]:
-        for routine, formula in LINALG.items():
-            plan = plan_linalg(routine, 4096, sizes={"r": 4, "c": 4})
-            mean = f"{plan.costs.words.mean():,.0f}"
-            yield f"`{routine}`", formula, str(plan.block), mean, f"{plan.words:,}", f"{plan.messages:,}"
+        n, sizes = 4096, {"r": 4, "c": 4}
+        counted = {f"`{name}`": (formula, plan_linalg(name, n, sizes=sizes).costs) for name, formula in LINALG.items()}
+        deal = Deal(sizes, costs.PIVOTED, "wide")
+        pivoted = costs.pivoted(costs.Costs(deal), default_layout(tuple(sizes), (n, n)), (n, n))
+        counted["`qr(A, pivoting=True)`"] = PIVOTED, pivoted
+        for name, (formula, found) in counted.items():
+            most = int(found.words.argmax())
+            yield (
+                name, formula, str(found.deal.size), f"{found.words.mean():,.0f}", f"{found.words[most]:,}",
+                f"{found.calls[most]:,}",
+            )  # fmt: skip
 
     return table(("routine", "words received, the mean of all ranks", "b", "n = 4096 on 4×4", "most", "calls"), rows())
 

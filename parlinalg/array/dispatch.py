@@ -67,9 +67,14 @@ def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
             if odd is call:
                 raise
             kind = f"{type(given).__name__} of " * bool(items) + type(odd).__name__
-        raise TypeError(f"{function.__name__} takes DistArrays, not {kind}; parlinalg.asarray makes one")
+        raise no_array(function.__name__, kind)
 
     return call
+
+
+def no_array(name: str, kind: str) -> TypeError:
+    """Return the error of a function that is given another kind of object in place of an array."""
+    return TypeError(f"{name} takes DistArrays, not {kind}; parlinalg.asarray makes one")
 
 
 def takes_over(value: Any) -> bool:

@@ -287,35 +287,55 @@ def of_completed(g: DistArray, q: DistArray, k: int) -> DistArray:
     return g[..., :k] - q[..., k:] @ (adjoint(g[..., k:]) @ q[..., :k])
 
 
-def of_q(g: DistArray, q: DistArray, r: DistArray) -> DistArray:
-    """Return [g - Q mirrored(Qᴴ g)] R₁⁻ᴴ, and zeros beside it."""
+def in_order(a: DistArray, p: DistArray | None) -> DistArray:
+    """Return the matrices whose columns in the order p, if there is one, are those of A."""
+    return a if p is None else joining.take_along_axis(a, np_.argsort(p)[..., None, :], axis=-1)
+
+
+def of_q(g: DistArray, q: DistArray, r: DistArray, p: DistArray | None) -> DistArray:
+    """Return [g - Q mirrored(Qᴴ g)] R₁⁻ᴴ, and zeros beside it, by the columns in the order p."""
     (m, n), k = (q.shape[-2], r.shape[-1]), min(q.shape[-2], r.shape[-1])
     g, q = of_completed(g, q, k), q[..., :k]
-    return widened(divided(g - q @ mirrored(triu(adjoint(q) @ g)), r[..., :k, :k]), m, n)
+    return in_order(widened(divided(g - q @ mirrored(triu(adjoint(q) @ g)), r[..., :k, :k]), m, n), p)
 
 
-def of_r(g: DistArray, q: DistArray, r: DistArray) -> DistArray:
-    """Return Q [mirrored(g₁ R₁ᴴ - Z) + Z] R₁⁻ᴴ with Z = R₂ g₂ᴴ, and beside it Q g₂."""
+def of_r(g: DistArray, q: DistArray, r: DistArray, p: DistArray | None) -> DistArray:
+    """Return Q [mirrored(g₁ R₁ᴴ - Z) + Z] R₁⁻ᴴ with Z = R₂ g₂ᴴ, and beside it Q g₂, by the columns in the order p."""
     k = min(q.shape[-2], r.shape[-1])
     g, q, r = g[..., :k, :], q[..., :k], r[..., :k, :]
     t = g[..., :k] @ adjoint(r[..., :k])
     if r.shape[-1] == k:
-        return q @ divided(mirrored(t), r)
+        return in_order(q @ divided(mirrored(t), r), p)
     z = r[..., k:] @ adjoint(g[..., k:])
-    return q @ beside(divided(mirrored(t - z) + z, r[..., :k]), g[..., k:])
+    return in_order(q @ beside(divided(mirrored(t - z) + z, r[..., :k]), g[..., k:]), p)
 
 
-_q = known("qr", "x found q r", x=of_q)
-_r = known("qr", "x found q r", x=of_r)
+_q = known("qr", "x found q r p", x=of_q)
+_r = known("qr", "x found q r p", x=of_r)
 
 
 @as_op(linalg.qr)
-def qr(x: Tensor, /, *, mode: str = "reduced") -> Any:
-    """Return Q and R of matrices whose first min(m, n) columns are independent, or R; its derivative needs Q."""
+def qr(x: Tensor, /, *, mode: str = "reduced", pivoting: bool = False) -> Any:
+    """Return Q and R of matrices whose first min(m, n) columns are independent, or R; its derivative needs Q.
+
+    With `pivoting` the first ones in the order p, which is a constant and comes last.
+    """
+    if pivoting:
+        return _pivoted_qr(x, mode)
     if mode == "r":
         return qr(x).R if wants(x) else Tensor(linalg.qr(x.data, mode="r"))
     q, r = linalg.qr(x.data, mode=mode)
-    return factors.QRResult(_q(x, q, q, r), _r(x, r, q, r))
+    return factors.QRResult(_q(x, q, q, r, None), _r(x, r, q, r, None))
+
+
+def _pivoted_qr(x: Tensor, mode: str) -> Any:
+    """Return what `qr` does with pivoting."""
+    if mode == "r" and not wants(x):
+        r, p = linalg.qr(x.data, mode="r", pivoting=True)
+        return Tensor(r), p
+    q, r, p = linalg.qr(x.data, mode="reduced" if mode == "r" else mode, pivoting=True)
+    found = _r(x, r, q, r, p)
+    return (found, p) if mode == "r" else factors.PivotedQRResult(_q(x, q, q, r, p), found, p)
 
 
 # ------------------------------------------------------------------------------------------------ factor objects
@@ -395,20 +415,20 @@ class TensorQR(TensorFactor):
     def R(self) -> Tensor:
         """The upper triangular factor [k, n] with k = min(m, n)."""
         r = self.factor.R
-        return _r(self.a, r, self.factor.Q(), r)
+        return _r(self.a, r, self.factor.Q(), r, None)
 
     def Q(self, columns: int | None = None) -> Tensor:
         """Return the first columns of Q [m, m], by default min(m, n) of them."""
         columns = None if columns is None else whole("columns of Q", columns, 0, self.shape[-2])
         q = self.factor.Q(None if columns is None else max(columns, min(self.shape[-2:])))
-        return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R)
+        return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R, None)
 
     def solve(self, b: Any) -> Tensor:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b."""
         b = as_tensor(b)
         if b.ndim == 1:
             return self.solve(b[:, None])[..., 0]
-        return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R))
+        return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R, 1.0))
 
 
 as_op(linalg.cho_factor)(
@@ -426,9 +446,9 @@ def lu_factor(a: Tensor, block: int | None = None, *, depth: int | None = None) 
 # ------------------------------------------------------------------------------------------------ spectra
 def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
     """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to 10 n ε times the largest of `values`, [..., k]."""
-    limit = spectral._limit(x, abs(values), None, 10 * n)
+    limit = spectral.limit_of(x, abs(values), None, 10 * n)
     limit = limit if x.ndim == values.ndim else limit[..., None]
-    return spectral._inverse(x, abs(x) > limit)
+    return spectral.reciprocals(x, abs(x) > limit)
 
 
 def differences(w: DistArray) -> DistArray:

@@ -49,6 +49,20 @@ def qr(a: Block) -> Any:
     return a.device.empty((m, k), a.dtype), a.device.empty((k, n), a.dtype)
 
 
+def pivoted_qr(a: Block, mode: str) -> tuple[Block, ...]:
+    """Return arrays for Q, R and the order of the columns of matrices; of mode "r" for R and the order."""
+    a.device.assume("pivots", "the choice of pivots")
+    *lead, m, n = a.shape
+    height = m if mode == "complete" else min(m, n)
+    a.device.kernel("geqp3", 2 * a.nbytes, 2 * a.size * min(m, n), a.dtype)
+    q, r = a.device.empty((*lead, m, height), a.dtype), a.device.empty((*lead, height, n), a.dtype)
+    p = a.device.empty((*lead, n), np.dtype(np.int64))
+    if mode == "r":
+        return r, p
+    a.device.kernel("orgqr", 2 * q.nbytes, 2 * q.size * min(m, n), a.dtype)
+    return q, r, p
+
+
 def reflections(a: Block) -> tuple[Block, Block, Block] | None:
     """Return arrays for Y, T and R, as LAPACK's `geqrt` finds them; None for what a GPU is to have."""
     if not a.device.cpu:

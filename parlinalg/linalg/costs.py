@@ -4,11 +4,11 @@ The counts follow from the same dealt numbers that the factorizations work with,
 Words are elements, as the ledger counts them: an all-gather of n elements receives n − own, an all-reduce 2(n − own),
 a broadcast n (0 at its root), a trip to work or home what a rank lacks.
 
-Three things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has
-(`winners`; by default as evenly as its rows allow), which panels of QR are so ill conditioned that they go through the
-tree (`trees`; by default none) and how many eigenvectors of each merge of divide and conquer are no longer known
-(`kept`; by default all).  One depends on the machine: to how many ranks `eigh` and `svd` deal their reduction
-(`workers`; by default to all).
+Four things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has
+(`winners`; by default as evenly as its rows allow), the columns that pivoting takes (`order`; by default one after the
+other), which panels of QR are so ill conditioned that they go through the tree (`trees`; by default none) and how many
+eigenvectors of each merge of divide and conquer are no longer known (`kept`; by default all).  One depends on the
+machine: to how many ranks `eigh` and `svd` deal their reduction (`workers`; by default to all).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
 from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
 from parlinalg.linalg.lu import shares
+from parlinalg.linalg.pivoted import LONG
+from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting, turned
 from parlinalg.linalg.triangular import FEW, pieces_at_rest
@@ -567,6 +569,17 @@ def by_gram(shape: tuple[int, int], ranks: int) -> bool:
     return bool(n) and m >= blocks.TALL * n and n * ranks <= m
 
 
+def _by_rows(costs: Costs) -> Layout:
+    """Return the layout in which only rows are cut."""
+    return Layout(tuple(a for a, size in costs.deal.sizes.items() if size > 1), None)
+
+
+def _by_gram(costs: Costs, layout: Layout, shape: tuple[int, int]) -> None:
+    """Add what the factorization of a tall matrix by its Gram matrix receives."""
+    costs.redistribute("trip to rows", layout, _by_rows(costs), shape)
+    costs.all_reduce("Gram matrices", costs.everyone, shape[1] ** 2, times=2)
+
+
 def qr(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Collection[int] = (), sound: bool | None = True
 ) -> Costs:  # fmt: skip
@@ -580,17 +593,89 @@ def qr(
     """
     deal, (m, n) = costs.deal, shape
     if sound is not None and by_gram(shape, len(costs.i)):
-        rest = Layout(tuple(a for a, size in deal.sizes.items() if size > 1), None)
-        costs.redistribute("trip to rows", layout, rest, shape)
-        costs.all_reduce("Gram matrices", costs.everyone, n * n, times=2)
+        _by_gram(costs, layout, shape)
         if sound:
-            costs.redistribute(HOME, rest, layout, shape)
+            costs.redistribute(HOME, _by_rows(costs), layout, shape)
             return costs
     k = min(m, n)
     qr_factor(costs, layout, shape, trees=trees)
     orthogonal(costs, layout, shape, k)
     costs.home(layout, (k, n), [x[x < k] for x in deal.rows(m)], deal.columns(n))
     return costs
+
+
+def pivoted(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, order: Numbers | None = None, mode: str = "reduced",
+    trees: Collection[int] = (), sound: bool = True,
+) -> Costs:  # fmt: skip
+    """Add what `qr` with pivoting receives; with the mode "complete" the zeros below R are not counted.
+
+    `costs` are of the deal of the factorization without pivoting that comes first of a matrix of many more rows than
+    columns, with `trees` and `sound` as of `qr`.  Then whole columns are dealt.
+
+    Parameters
+    ----------
+    order : array [n], optional
+        The permutation p, which says who sends which reflection; by default no column is exchanged.
+    """
+    (m, n), k = shape, min(shape)
+    if mode != "complete" and m > LONG * n and n:
+        return _pivoted_triangle(costs, layout, shape, order, mode, trees, sound)
+    costs = costs.turned(deal := Deal(costs.deal.sizes, PIVOTED, "wide"))
+    rows, columns = deal.rows(m), deal.columns(n)
+    order = np.arange(n) if order is None else order
+    costs.bring(layout, shape, rows, columns)
+    costs.agree(2)
+    every = np.ones(len(costs.i), np.int64)
+    costs.note("choices of pivots", "all_gather", costs.across, 3 * (deal.C - 1) * k * every, times=k)
+    lengths, owners = m - np.arange(k), order[:k] // deal.size % deal.C
+    own = np.bincount(owners, lengths, deal.C).astype(np.int64)
+    costs.note("reflections", "broadcast", costs.across, lengths.sum() - own[costs.j], times=k)
+    if mode != "r":
+        height = m if mode == "complete" else k
+        for first, b in panels(k, deal.size):
+            costs.broadcast("reflections for Q", costs.across, (m - first) * b, deal.owner(first)[1])
+        costs.home(layout, (m, height), rows, deal.columns(height))
+    places = np.argsort(order)
+    costs.home(layout, (k, n), [x[x < k] for x in rows], [places[x] for x in columns])
+    return costs
+
+
+def _pivoted_triangle(
+    costs: Costs, layout: Layout, shape: tuple[int, int], order: Numbers | None, mode: str, trees: Collection[int],
+    sound: bool,
+) -> Costs:  # fmt: skip
+    """Add what a QR factorization receives, one with pivoting of its R, and the product of both Q."""
+    deal, (m, n) = costs.deal, shape
+    if gram := by_gram(shape, len(costs.i)):
+        _by_gram(costs, layout, shape)
+    sound = gram and sound
+    if sound and mode != "r":
+        costs.redistribute(HOME, _by_rows(costs), layout, shape)
+    tops = [x[x < n] for x in deal.rows(m)]
+    if not sound:
+        qr_factor(costs, layout, shape, trees=trees)
+        costs.home(layout, (n, n), tops, deal.columns(n))
+    pivoted(costs, layout, (n, n), order=order, mode=mode)
+    if mode == "r":
+        return costs
+    if sound:
+        _times_square(costs, "Q times the Q of R", layout, shape)
+        return costs
+    costs.bring(layout, (n, n), tops, deal.columns(n))
+    turn(costs, panels(n, deal.size), after(deal.columns(n), 0))
+    costs.home(layout, shape, deal.rows(m), deal.columns(n))
+    return costs
+
+
+def _times_square(costs: Costs, name: str, layout: Layout, shape: tuple[int, int]) -> None:
+    """Add the product of a matrix [m, n] with one [n, n], all in one layout."""
+    n = shape[1]
+    plan = assign(layout, layout, shape, (n, n), costs.deal.sizes)
+    costs.redistribute(name, plan.x, plan.x_work, shape)
+    costs.redistribute(name, plan.w, plan.w_work, (n, n))
+    costs.redistribute(name, plan.y_work, plan.y, shape)
+    costs.redistribute(name, plan.y, layout, shape)
 
 
 def orthogonal(costs: Costs, layout: Layout, shape: tuple[int, int], columns: int) -> Costs:
@@ -864,10 +949,5 @@ def svd(
     costs.home(layout, (n, n), deal.rows(n), deal.columns(n), adjoint=True)
     if tall:
         orthogonal(costs.turned(first), layout, shape, m if full_matrices else n)
-        plan = assign(layout, layout, (m, n), (n, n), deal.sizes)
-        name = "Q times U"
-        costs.redistribute(name, plan.x, plan.x_work, (m, n))
-        costs.redistribute(name, plan.w, plan.w_work, (n, n))
-        costs.redistribute(name, plan.y_work, plan.y, (m, n))
-        costs.redistribute(name, plan.y, layout, (m, n))
+        _times_square(costs, "Q times U", layout, (m, n))
     return costs

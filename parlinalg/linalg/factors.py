@@ -12,6 +12,7 @@ import numpy as np
 from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import computed
 from parlinalg.array.dispatch import primitive
+from parlinalg.array.joining import padded
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.grid import Grid
@@ -20,9 +21,21 @@ from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.blocks import TALL
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU, determinant
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, scalar, tiles_for
+from parlinalg.linalg.matrices import (
+    LinAlgError,
+    as_matrix,
+    batches,
+    distributed,
+    no_layers,
+    refuse_odd,
+    scalar,
+    scaled,
+    tiles_for,
+)
+from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
+from parlinalg.matmul import matmul
 
 if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
@@ -33,6 +46,14 @@ class QRResult(NamedTuple):
 
     Q: DistArray
     R: DistArray
+
+
+class PivotedQRResult(NamedTuple):
+    """Q, R and the order p of the columns of a matrix, A[:, p] = Q R."""
+
+    Q: DistArray
+    R: DistArray
+    p: DistArray
 
 
 class SlogdetResult(NamedTuple):
@@ -378,6 +399,10 @@ class QRFactor(Factor):
     Without `keep` it is R and Qᴴ b for the b that rides along, and nothing else is turned by Q.
     """
 
+    on_host: ClassVar[bool] = False
+    """It is computed on the host in any case."""
+    _work: QR
+
     def __init__(
         self, a: DistArray, block: int | None = None, b: DistArray | None = None, name: str = "qr", keep: bool = True
     ) -> None:  # fmt: skip
@@ -445,6 +470,7 @@ class QRFactor(Factor):
         if self.grid.inside:
             mine = every[self.tiles.j]
             q = _ones_where_equal(self.rows[self.tiles.i], mine, self.grid, self.dtype)
+            q = self.grid.backend.to_host(q) if self.on_host else q
             self._work.times(q, mine, last)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
@@ -532,6 +558,32 @@ class QRFactor(Factor):
             x[: len(top)] = top
             self._work.times(x)
         return self.tiles.home(x, self.rows, columns, (m, b.shape[1]), b.layout.with_partial(()))
+
+
+class PivotedQRFactor(QRFactor):
+    """The factorization A[:, p] = Q R with column pivoting."""
+
+    on_host = True
+
+    def __init__(self, a: DistArray) -> None:
+        Factor.__init__(self, a)
+        (m, n), self.tiles = a.shape, Tiles(a.grid, PANEL, "wide")
+        self.rows, columns = self.tiles.rows(m), self.tiles.columns(n)
+        t = self.tiles.bring(a, self.rows, columns, host=True)
+        self._scale = scaled(self.tiles, [t], t.dtype, "qr")
+        self._work = work = PivotedQR(self.tiles, t, (m, n))
+        del t
+        with np.errstate(all="ignore"):
+            work.run()
+        places = np.argsort(work.order)
+        self.columns = [work.places if j == self.tiles.j else places[x] for j, x in enumerate(columns)]
+        self.p = distributed(work.order, Layout(self.layout.dims[1]), self.grid)
+
+    @property
+    def R(self) -> DistArray:
+        """The upper triangular factor [k, n] with k = min(m, n), in the layout of A."""
+        found = super().R
+        return found if self._scale == 1 else found / self._scale
 
 
 @primitive
@@ -639,25 +691,39 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
 
 
 @overload
-def qr(x: DistArray, /, *, mode: Literal["r"]) -> DistArray: ...  # type: ignore[overload-overlap]
+def qr(x: DistArray, /, *, mode: Literal["r"], pivoting: Literal[False] = False) -> DistArray: ...  # type: ignore[overload-overlap]
 @overload
-def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult: ...
+def qr(x: DistArray, /, *, mode: str = "reduced", pivoting: Literal[False] = False) -> QRResult: ...
+@overload
+def qr(x: DistArray, /, *, mode: Literal["r"], pivoting: Literal[True]) -> tuple[DistArray, DistArray]: ...  # type: ignore[overload-overlap]
+@overload
+def qr(x: DistArray, /, *, mode: str = "reduced", pivoting: Literal[True]) -> PivotedQRResult: ...
 
 
 @primitive
-def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult | DistArray:
+def qr(
+    x: DistArray, /, *, mode: str = "reduced", pivoting: bool = False
+) -> QRResult | DistArray | PivotedQRResult | tuple[DistArray, DistArray]:
     """Return Q [..., m, k] and R [..., k, n] of matrices [..., m, n], in their layout.
 
     Parameters
     ----------
     mode : {"reduced", "complete", "r"}
         k = min(m, n), or m.  "r" returns R of the reduced factorization alone, and makes no Q.
+    pivoting : bool
+        Return Q, R and p [..., n], or R and p, with A[:, p] = Q R, as `scipy.linalg.qr` does, by LAPACK's `geqp3`: of
+        the columns that are left the one with the largest remainder comes next, so that the sizes of R's diagonal do
+        not rise.  Where one of them is small beside the first, so is all of R from there on, and the first columns of
+        A[:, p] span the others, to about that size.  Ranks agree on one column after the other.
     """
     x = as_matrix(x, "qr")
+    if mode not in ("reduced", "complete", "r"):
+        raise ValueError(f"mode is 'reduced', 'complete' or 'r', not {mode!r}")
+    if pivoting:
+        *q, r, p = _pivoted(x, mode)
+        return PivotedQRResult(q[0], r, p) if q else (r, p)
     if mode == "r":
         return _triangle(x)
-    if mode not in ("reduced", "complete"):
-        raise ValueError(f"mode is 'reduced', 'complete' or 'r', not {mode!r}")
     one = x.ndim == 2
     if one and mode == "reduced" and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x)) is not None:
         return found
@@ -670,9 +736,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult | DistArray:
     r = work.R
     if mode == "reduced" or m <= n:
         return QRResult(work.only_q(), r)
-    from parlinalg.array.joining import pad
-
-    return QRResult(work.only_q(m), pad(r, ((0, m - n), (0, 0))))
+    return QRResult(work.only_q(m), padded(r, [(0, m - n), (0, 0)]))
 
 
 def _small(x: DistArray) -> bool:
@@ -688,6 +752,31 @@ def _triangle(x: DistArray) -> DistArray:
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
         return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), _triangle, x)[0]
     return QRFactor(x, keep=False).R
+
+
+def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
+    """Return Q, R and p of matrices with A[:, p] = Q R; with the mode "r" R and p.
+
+    Of a matrix with many more rows than columns the columns of R, which have the same norms, are chosen.
+    """
+    if x.ndim > 2 or x.grid.size == 1:
+        return batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
+    (m, n), layout = x.shape, x.layout.with_partial(())
+    if mode != "complete" and m > LONG * n and n:
+        tall = tall_qr(x, with_q=mode != "r")
+        if tall is not None:
+            *q, r, p = _pivoted(tall.R, mode)
+            return *(matmul(tall.Q, each).redistribute(layout) for each in q), r, p
+        work = QRFactor(x, keep=mode != "r")
+        *q, r, p = _pivoted(work.R, mode)
+        return *(work.turned(each) for each in q), r, p
+    factor = PivotedQRFactor(x)
+    r, p = factor.R, factor.p
+    if mode == "r":
+        return r, p
+    if mode == "reduced" or m <= n:
+        return factor.only_q(), r, p
+    return factor.only_q(m), padded(r, [(0, m - n), (0, 0)]), p
 
 
 def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:

@@ -20,8 +20,7 @@ from parlinalg.linalg.hessenberg import (
     sent_home,
     triangular_vectors,
 )
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, tiles_for
-from parlinalg.linalg.spectral import _scaled, _vector
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, scaled, tiles_for
 from parlinalg.linalg.tiles import move, turned
 from parlinalg.matmul import matmul
 
@@ -65,7 +64,7 @@ def eig(x: DistArray, /) -> EigResult:
     if n:
         v /= abs(v).max(axis=0)
         v /= np.sqrt((abs(v) ** 2).sum(axis=0))
-    values = _vector(form.values / form.scale, Layout(layout.dims[-1]), grid)
+    values = distributed(form.values / form.scale, Layout(layout.dims[-1]), grid)
     return EigResult(values, v.redistribute(layout))
 
 
@@ -79,7 +78,7 @@ def eigvals(x: DistArray, /) -> DistArray:
     if x.ndim > 2:
         return batches("eigvals", lambda xp, a: _on_host(x, np.linalg.eigvals, a)[0], eigvals, x)[0]
     form = Schur(x, "eigvals", balance=True, vectors=False)
-    return _vector(form.values / form.scale, Layout(x.layout.dims[-1]), x.grid)
+    return distributed(form.values / form.scale, Layout(x.layout.dims[-1]), x.grid)
 
 
 def _on_host(x: DistArray, function: Any, block: Any) -> tuple[Any, ...]:
@@ -120,7 +119,7 @@ class Schur:
         tiles, n, grid = self.tiles, x.shape[0], x.grid
         rows, columns = tiles.rows(n), tiles.columns(n)
         a = tiles.bring(x, rows, columns, host=True)
-        self.scale, real = _scaled(tiles, [a], a.dtype, name), a.real.dtype
+        self.scale, real = scaled(tiles, [a], a.dtype, name), a.real.dtype
         self._rows, self._powers, xp = rows, np.zeros(n), kernels.on_host(grid.backend)
         if balance and grid.inside:
             order, low, high = isolated(tiles, a, n)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import cmath
 import ctypes
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -196,6 +197,40 @@ def _without_reciprocals(diagonal: np.ndarray) -> np.ndarray:
 def _lift(dtype: np.dtype[Any]) -> Any:
     """Return a power of two that makes numbers below the normal ones normal."""
     return np.finfo(dtype).dtype.type(2.0 ** (np.finfo(dtype).nmant + 2))
+
+
+def units(largest: np.ndarray) -> np.ndarray:
+    """Return the powers of two that bring sizes of matrices near 1 from near underflow or overflow; 1 of others."""
+    limits = np.finfo(largest.dtype)
+    edge, most = float(limits.tiny) / float(limits.eps), limits.maxexp - 2  # themselves in range
+    odd = (largest > 0) & ((largest < edge) | (largest > 1 / edge))
+    powers = np.where(odd, np.clip(-np.frexp(largest)[1], -most, most), 0)
+    return np.ldexp(np.ones_like(largest), powers)
+
+
+def in_range(a: Block) -> tuple[Block, np.ndarray]:
+    """Return the matrices [count, m, n] times their `units`, and these, [count], on the host."""
+    if not a.size or not has_values(a):
+        return a, np.ones(len(a), np.finfo(a.dtype).dtype)
+    found = units(to_host(abs(a).max((-2, -1))))
+    return (a * beside(found, a)[:, None, None] if (found != 1).any() else a), found
+
+
+def halves(unit: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two powers of two whose product, which may be out of range, is unit / other."""
+    power, one = np.frexp(unit)[1] - np.frexp(other)[1], np.ones_like(unit)
+    return np.ldexp(one, power // 2), np.ldexp(one, power - power // 2)
+
+
+def quotients(y: Any, values: Any) -> Any:
+    """Return y / values, and 0 where the value is 0, of blocks or distributed arrays; values may have no reciprocals.
+
+    Complex quotients have reciprocals in them too: where they would overflow, both are multiplied by a power of two.
+    """
+    limits, one = np.finfo(values.dtype), values.dtype.type(1)
+    with np.errstate(all="ignore"):
+        lift = np.where(values < limits.tiny, _lift(values.dtype), one)
+        return y * (lift * (values > 0)) / np.where(values > 0, values * lift, one)
 
 
 def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False, unit: bool = False) -> Block:
@@ -398,6 +433,44 @@ def reflections(a: Block) -> tuple[Block, Block, Block] | None:
     y[:n] = np.tril(y[:n], -1)
     y[range(n), range(n)] = 1
     return y, t, r
+
+
+def pivoted_qr(a: Block, mode: str) -> tuple[Block, ...]:
+    """Return Q, R and p of A[:, p] = Q R of matrices [..., m, n], by LAPACK's `geqp3`, on the host; of "r" R and p."""
+    if not has_values(a):
+        return shape_solver.pivoted_qr(a, mode)
+    *lead, m, n = a.shape
+    count, height = math.prod(lead), m if mode == "complete" else min(m, n)
+    r, p = np.zeros((count, height, n), a.dtype), np.tile(np.arange(n), (count, 1))
+    q = np.tile(np.eye(m, height, dtype=a.dtype), (0 if mode == "r" else count, 1, 1))
+    host, unit = in_range(to_host(a).reshape(count, m, n))
+    for i in range(count if min(m, n) else 0):
+        left, upper, p[i] = _pivoted_qr(host[i], 0 if mode == "r" else height)
+        r[i, : len(upper)] = upper / unit[i]
+        if mode != "r":
+            q[i] = left
+    found = (r, p) if mode == "r" else (q, r, p)
+    return tuple(beside(each.reshape(*lead, *each.shape[1:]), a) for each in found)
+
+
+def _pivoted_qr(a: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return so many columns of Q, R and p of A[:, p] = Q R of a matrix on the host that is not empty."""
+    (m, n), k, dtype = a.shape, min(a.shape), a.dtype
+    y, p, tau = np.zeros((m, max(columns, n)), dtype, order="F"), np.zeros(n, np.int64), np.zeros(k, dtype)
+    y[:, :n] = a
+    size = max(2 * n + (n + 1) * PANEL, columns * PANEL)
+    more = [np.zeros(2 * n, a.real.dtype)] if dtype.kind == "c" else []
+    work = np.zeros(size, dtype)
+    if blas.lapack("geqp3", dtype, m, n, y, m, p, tau, work, size, *more) is None:
+        from scipy.linalg import qr
+
+        q, r, p = qr(a, mode="full" if columns > k else "economic", pivoting=True, check_finite=False)
+        return q[:, :columns], r[:k], p
+    r = np.triu(y[:k, :n])
+    if columns:
+        name = "ungqr" if dtype.kind == "c" else "orgqr"
+        blas.lapack(name, dtype, m, columns, k, y, m, tau, work, size)
+    return y[:, :columns], r, p - 1
 
 
 def unpivoted(a: Block) -> tuple[Block, Block, Block]:

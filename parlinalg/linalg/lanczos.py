@@ -32,8 +32,8 @@ from parlinalg.linalg.krylov import (
     product,
     tolerance,
 )
-from parlinalg.linalg.matrices import LinAlgError
-from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd, svdvals
+from parlinalg.linalg.matrices import LinAlgError, distributed
+from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng
 
@@ -296,7 +296,7 @@ def _start(a: DistArray, n: int) -> DistArray:
 
 
 def _values(w: np.ndarray, like: DistArray) -> DistArray:
-    return _vector(np.ascontiguousarray(w, np.zeros(0, like.dtype).real.dtype), Layout(None), like.grid)
+    return distributed(np.ascontiguousarray(w, np.zeros(0, like.dtype).real.dtype), Layout(None), like.grid)
 
 
 def _assembled(basis: Basis, s: np.ndarray, like: DistArray) -> DistArray:
@@ -538,10 +538,10 @@ def lobpcg(
             s = xp.concatenate([x, p], axis=1)
             (ax, ap), (bx, bp) = ((y[:, :k], y[:, k:]) for y in (times("A", s), times("B", s)))
         if callback is not None:
-            callback(_vector(w, Layout(None), X.grid))
+            callback(distributed(w, Layout(None), X.grid))
     values = np.ascontiguousarray(w, np.zeros(0, dtype).real.dtype)
     found = DistArray(xp.ascontiguousarray(held(x)), (n, k), layout, X.grid)
-    return EighResult(_vector(values, Layout(None), X.grid), found)
+    return EighResult(distributed(values, Layout(None), X.grid), found)
 
 
 def _orthonormal(g: np.ndarray, sizes: np.ndarray, limit: float) -> np.ndarray:

@@ -27,10 +27,9 @@ from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, r
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
-    _assumed_rank,
-    _counted,
-    _inverse,
-    _limit,
+    assumed_rank,
+    counted,
+    limit_of,
     svd,
     svdvals,
     values_of,
@@ -40,9 +39,9 @@ from parlinalg.linalg.systems import LOWER, solve_triangular
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]
-"""("tall", Q, R), ("wide", Q, R) of the adjoint matrix, or ("svd", U, inverses of the values that count, Vᴴ).
+"""("tall", Q, R, unit), ("wide", Q, R, unit) of the adjoint matrix, or ("svd", U, values, Vᴴ, unit); of stacks stacks.
 
-Of stacks each is a stack.
+They are those of A times a power of two, the unit.  Values that do not count are 0.
 """
 
 Found = tuple[DistArray, int, DistArray]
@@ -184,7 +183,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
         raise LinAlgError(wrong)
     layout = Layout(None, None)
     values = DistArray(s, (min(m, n),), Layout(None), grid)
-    found = max(r for _, r in told) if grid.backend.values else _assumed_rank(grid, min(m, n))
+    found = max(r for _, r in told) if grid.backend.values else assumed_rank(grid, min(m, n))
     return DistArray(x, (n, b.shape[1]), layout, grid), found, values
 
 
@@ -203,30 +202,45 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         refuse_odd(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
     least, most = factor.extremes() if k else (0.0, 0.0)
+    unit = _unit(a, most or float(abs(a).max()) if k else 1.0)  # where R overflows `most` is 0
+    parts: Pseudoinverse = ()
+    if unit != 1:
+        del factor
+        other = _unit(b, float(abs(b).max()) if b.size else 1.0)
+        (x, rank, s), parts = _factored(a * unit, b * other, limit, keep)
+        with np.errstate(over="ignore"):
+            for half in kernels.halves(unit, other):
+                x = x * half
+            return (x, rank, s / unit), (*parts[:-1], unit)[: len(parts)]
     if not k or _maybe_full(a.grid, least, most, limit):
         x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
         if not k:
             s = zeros((0,), dtype=a.real.dtype, grid=a.grid)
         else:
             s = values_of([factor.R], "lstsq") if keep else values_of_triangle(factor, "lstsq")
-        rank = _counted((s > _limit(a, s, limit, 0)).sum(), k) if k else 0
+        rank = counted((s > limit_of(a, s, limit, 0)).sum(), k) if k else 0
         if rank == k:
-            return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R) if keep else ()
+            return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R, 1.0) if keep else ()
         if not keep:
             factor = factored()
     r = factor.R
     u, s, vh = svd(r, full_matrices=False)
-    kept = s > _limit(r, s, limit, 0)
-    inverse = _inverse(s, kept)
+    kept = s > limit_of(r, s, limit, 0)
+    values = s * kept
     if wide:  # A = V S Uᴴ Qᴴ
-        x = factor.turned(matmul(u, inverse[:, None] * matmul(vh, b)))
+        x = factor.turned(matmul(u, kernels.quotients(matmul(vh, b), values[:, None])))
     else:
-        x = matmul(vh.mT.conj(), inverse[:, None] * matmul(u.mT.conj(), factor.carried(b, solve=False)))
-    parts: Pseudoinverse = ()
+        right = factor.carried(b, solve=False)
+        x = matmul(vh.mT.conj(), kernels.quotients(matmul(u.mT.conj(), right), values[:, None]))
     if keep:
         left = factor.turned(u)
-        parts = ("svd", vh.mT.conj(), inverse, left.mT.conj()) if wide else ("svd", left, inverse, vh)
-    return (x, _counted(kept.sum(), k), s), parts
+        parts = ("svd", vh.mT.conj(), values, left.mT.conj(), 1.0) if wide else ("svd", left, values, vh, 1.0)
+    return (x, counted(kept.sum(), k), s), parts
+
+
+def _unit(a: DistArray, largest: float) -> Any:
+    """Return the power of two that brings a matrix with this largest element into range."""
+    return kernels.units(np.asarray(largest, a.real.dtype))[()]
 
 
 def _maybe_full(grid: Grid, least: float, most: float, limit: float) -> bool:
@@ -280,7 +294,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
     where = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
     triangle = DistArray(_part(r, where), (n, n), layout, grid)
     values_of_all = svdvals(triangle)
-    if _counted((values_of_all > _limit(triangle, values_of_all, limit, 0)).sum(), n) < n:
+    if counted((values_of_all > limit_of(triangle, values_of_all, limit, 0)).sum(), n) < n:
         return None
     return found, n, values_of_all
 
@@ -322,25 +336,30 @@ def _stacked(
     full = truth((ranks == k).all(), "conditioned", "the rank of a matrix")
     squares = others.pop(0) if m > n else None
     parts: Pseudoinverse = ()
-    if others:  # A = Q R, or Aᴴ if A has more columns than rows
-        q, r = others
-        parts = ("wide" if m < n else "tall", q, r)
+    if others:  # Q R is A times its unit, or the adjoint if A has more columns than rows
+        q, r, unit = others
+        parts = ("wide" if m < n else "tall", q, r, unit)
         if not full:
             u, values, vh = svd(r, full_matrices=False)
-            inverse, left = _inverse(values, values > _limit(r, values, limit, 1)), matmul(q, u)
-            parts = ("svd", left, inverse, vh) if m >= n else ("svd", vh.mT.conj(), inverse, left.mT.conj())
+            values, left = values * (values > limit_of(r, values, limit, 1)), matmul(q, u)
+            parts = ("svd", left, values, vh, unit) if m >= n else ("svd", vh.mT.conj(), values, left.mT.conj(), unit)
     return (x, ranks, s, squares if full else None), parts
 
 
 def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ...]:
-    """Return x, the ranks, the singular values, Q and R of matrices that a rank has, Q and R of adjoints if `wide`."""
+    """Return x, the ranks and the singular values of matrices that a rank has, and Q, R and units of them.
+
+    Q and R are those of the matrices times their units, or of the adjoints if `wide`.
+    """
     *lead, m, n = a.shape
     k, sides, real = min(m, n), b.shape[-1], a.real.dtype
     if not a.size:
         q, r = xp.zeros((*lead, max(m, n), k), a.dtype), xp.zeros((*lead, k, k), a.dtype)
-        return xp.zeros((*lead, n, sides), a.dtype), xp.zeros(lead, np.int64), xp.zeros((*lead, k), real), q, r
+        x, s = xp.zeros((*lead, n, sides), a.dtype), xp.zeros((*lead, k), real)
+        return x, xp.zeros(lead, np.int64), s, q, r, xp.ones(lead, real)
     count = math.prod(lead)
     a, b = a.reshape(count, m, n), b.reshape(count, m, sides)
+    (a, unit), (b, other) = kernels.in_range(a), kernels.in_range(b)
     q, r = xp.linalg.qr(_adjoint(a) if wide else a)
     s = kernels.routines(r).svd(r, compute_uv=False)
     kept = s > limit * s[:, :1]
@@ -354,9 +373,11 @@ def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ..
     some = _chosen(regular, False)
     if len(some):
         u, values, vh = kernels.routines(t).svd(t[some], full_matrices=False)
-        inverse = xp.where(kept[some], 1 / xp.where(kept[some], values, 1), 0).astype(real)
-        y[some] = _adjoint(vh) @ (inverse[:, :, None] * (_adjoint(u) @ right[some]))
-    found = (q @ y if wide else y, kept.sum(axis=1), s, q, r)
+        y[some] = _adjoint(vh) @ kernels.quotients(_adjoint(u) @ right[some], (values * kept[some])[:, :, None])
+    x, s = q @ y if wide else y, s / kernels.beside(unit, s)[:, None]
+    for half in kernels.halves(unit, other):
+        x = x * kernels.beside(half, x)[:, None, None]
+    found = (x, kept.sum(axis=1), s, q, r, kernels.beside(unit, s))
     return tuple(each.reshape(*lead, *each.shape[1:]) for each in found)
 
 
@@ -374,29 +395,31 @@ def _adjoint(a: Any) -> Any:
 
 
 def _orthogonal(parts: Pseudoinverse, s: DistArray) -> tuple[DistArray, ...]:
-    """Return Q and R for the parts of a pseudoinverse, with A = Q R, or Aᴴ if A has more columns than rows."""
+    """Return Q, R and the unit for the parts of a pseudoinverse: Q R is A times it, or the adjoint of a wide A."""
     if not parts:
         return ()
-    kind, first, second, *rest = parts
-    if kind != "svd":
-        return first, second
-    left, right = first, rest[0]  # A = U S Vᴴ; R need not be a triangle here
-    if left.shape[0] < right.shape[1]:
-        left, right = right.mT.conj(), left.mT.conj()
-    return left, s[:, None] * right
+    kind, left, right, *rest = parts
+    unit = scalar(rest[-1], s.dtype, s.grid)
+    if kind == "svd":  # A times the unit is U S Vᴴ; R need not be a triangle here
+        right = rest[0]
+        if left.shape[0] < right.shape[1]:
+            left, right = right.mT.conj(), left.mT.conj()
+        right = (s * unit)[:, None] * right
+    return left, right, unit
 
 
 def times(parts: Pseudoinverse, b: DistArray, adjoint: bool = False) -> DistArray:
     """Return P b, or with `adjoint` Pᴴ b, for a pseudoinverse P in parts and b [..., m, k], or [..., n, k]."""
     kind, first, second, *rest = parts
+    unit = rest[-1][..., None, None] if isinstance(rest[-1], DistArray) else rest[-1]
     if kind == "svd":
-        u, inverse, vh = first, second[..., :, None], rest[0]
-        if adjoint:
-            return matmul(u, inverse * matmul(vh, b))
-        return matmul(vh.mT.conj(), inverse * matmul(u.mT.conj(), b))
-    if (kind == "tall") == adjoint:
-        return matmul(first, solve_triangular(second, b, adjoint=True))
-    return solve_triangular(second, matmul(first.mT.conj(), b))
+        u, vh = (first, rest[0]) if adjoint else (rest[0].mT.conj(), first.mT.conj())
+        found = matmul(u, kernels.quotients(matmul(vh, b), second[..., :, None]))
+    elif (kind == "tall") == adjoint:
+        found = matmul(first, solve_triangular(second, b, adjoint=True))
+    else:
+        found = solve_triangular(second, matmul(first.mT.conj(), b))
+    return found * unit
 
 
 # ------------------------------------------------------------------------------------------------ refinement

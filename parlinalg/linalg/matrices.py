@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array.core import DistArray, whole
+from parlinalg.array.dispatch import no_array
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
@@ -29,7 +31,7 @@ ODD = "NaNs or infinities"
 def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
     """Return an array of matrices in a floating dtype; refuse what is none."""
     if not isinstance(x, DistArray):
-        raise TypeError(f"{name} takes DistArrays, not {type(x).__name__}; distribute(array) makes one")
+        raise no_array(name, type(x).__name__)
     if x.ndim < (1 if vectors else 2):
         raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
     if square and x.shape[-1] != x.shape[-2]:
@@ -100,6 +102,33 @@ def scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
     if not grid.backend.values:
         return DistArray(grid.backend.from_host(np.empty((), dtype)), (), Layout(), grid)
     return DistArray(grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), grid)
+
+
+def distributed(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
+    """Return a vector that every rank has as a distributed one."""
+    (part,) = grid.block(layout, values.shape)
+    block = namespace(values).ascontiguousarray(values[part.start : part.stop])
+    return DistArray(grid.backend.from_host(block), values.shape, layout, grid)
+
+
+def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name: str) -> Any:
+    """Multiply a matrix by a power of two that keeps squares of its elements in range, and return it; refuse NaNs.
+
+    `parts` are what this rank has of it.
+    """
+    limits, real = np.finfo(dtype), np.zeros(0, dtype).real.dtype.type
+    finite, largest = all(map(kernels.finite, parts)), 0.0
+    if finite:
+        for numbers in (t.view(limits.dtype) for t in parts if t.size and has_values(t)):
+            largest = max(largest, float(numbers.max()), -float(numbers.min()))
+    odd, largest = tiles.worst([not finite, largest])
+    refuse_odd(odd, name)
+    if not largest or math.sqrt(float(limits.tiny)) * 1e3 < largest < math.sqrt(float(limits.max)) * 1e-3:
+        return real(1)
+    scale = real(math.ldexp(1.0, min(-math.frexp(largest)[1], limits.maxexp - 2)))  # itself in range
+    for t in parts:
+        t *= scale
+    return scale
 
 
 def batches(

@@ -19,7 +19,7 @@ from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd
-from parlinalg.linalg.spectral import _counted, eigh, svd
+from parlinalg.linalg.spectral import counted, eigh, svd
 from parlinalg.linalg.systems import solve_triangular
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
@@ -439,7 +439,7 @@ def _rank(name: str, s: DistArray, shape: tuple[int, ...], rcond: float | None) 
     if rcond is None:
         rcond = float(np.finfo(s.dtype).eps) * max(shape)
     rcond = cutoff(name, rcond)
-    return _counted((s > s.max() * s.dtype.type(rcond)).sum(), s.size) if s.size else 0
+    return counted((s > s.max() * s.dtype.type(rcond)).sum(), s.size) if s.size else 0
 
 
 def _one(a: DistArray, name: str) -> DistArray:

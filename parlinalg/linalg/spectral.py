@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +23,8 @@ from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky, tall_qr
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, refuse_odd, tiles_for
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, refuse_odd, scaled, tiles_for
 from parlinalg.linalg.systems import inv, solve_triangular
-from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
 
 
@@ -91,7 +90,7 @@ def eigh(
         reduced.times(turned)
     values, layout = values[at] / scale, x.layout.with_partial(())
     found = tiles.home(turned, tiles.rows(n), tiles.columns(len(values)), (n, len(values)), layout)
-    return EighResult(_vector(values, Layout(layout.dims[-1]), x.grid), found)
+    return EighResult(distributed(values, Layout(layout.dims[-1]), x.grid), found)
 
 
 @primitive
@@ -111,7 +110,7 @@ def eigvalsh(
     values = tridiagonal_values(reduced.d, reduced.e) / scale
     at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
     at = slice(*map(int, reduced.tiles.worst([at.start, at.stop])))
-    return _vector(values[at], Layout(x.layout.dims[-1]), x.grid)
+    return distributed(values[at], Layout(x.layout.dims[-1]), x.grid)
 
 
 def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
@@ -232,7 +231,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     del w
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
-    return SVDResult(u, _vector(values / scale, Layout(layout.dims[-1]), x.grid), v)
+    return SVDResult(u, distributed(values / scale, Layout(layout.dims[-1]), x.grid), v)
 
 
 def _turned(found: SVDResult, layout: Layout) -> SVDResult:
@@ -292,12 +291,11 @@ def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
-        routine = lambda xp, a: kernels.routines(a).svd(a, compute_uv=False)  # noqa: E731
         if x.ndim == 2 and not x.grid.backend.cpu:
-            found = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
-            if found is not None:
-                x, routine = found.R, lambda xp, a: kernels.small_svd(a, compute_uv=False)
-        return batches("svdvals", routine, svdvals, x)[0]
+            tall = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
+            if tall is not None:
+                return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, tall.R)[0]
+        return batches("svdvals", lambda xp, a: kernels.routines(a).svd(a, compute_uv=False), svdvals, x)[0]
     return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
 
 
@@ -305,21 +303,21 @@ def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
     layout, grid = Layout(held[0].layout.dims[-1]), held[0].grid
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
-    return _vector(singular_values(reduced.d, reduced.e) / scale, layout, grid)
+    return distributed(singular_values(reduced.d, reduced.e) / scale, layout, grid)
 
 
 def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
     """Return the singular values of R of a QR factorization [m, n] with m ≥ n, whose tiles are overwritten."""
     tiles, n, t = factor.tiles, factor.shape[1], factor.given_up_r()
     t = tiles.grid.backend.to_host(t)
-    scale = _scaled(tiles, [t], t.dtype, name)
+    scale = scaled(tiles, [t], t.dtype, name)
     held = [t]
     del t
     reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
-    return _vector(singular_values(reduced.d, reduced.e) / scale, Layout(factor.layout.dims[-1]), tiles.grid)
+    return distributed(singular_values(reduced.d, reduced.e) / scale, Layout(factor.layout.dims[-1]), tiles.grid)
 
 
-def _limit(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
+def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts."""
     if rtol is None:
         rtol = least * float(np.finfo(s.dtype).eps)
@@ -329,18 +327,18 @@ def _limit(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
     return largest * rtol
 
 
-def _counted(count: DistArray, k: int) -> int:
+def counted(count: DistArray, k: int) -> int:
     """Return the number of the k singular values that count; of imagined matrices all, or all but one."""
     found = count.gather()
-    return int(found) if count.grid.backend.values else _assumed_rank(count.grid, k)
+    return int(found) if count.grid.backend.values else assumed_rank(count.grid, k)
 
 
-def _assumed_rank(grid: Grid, k: int) -> int:
+def assumed_rank(grid: Grid, k: int) -> int:
     """Return the rank of an imagined matrix of k singular values."""
     return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
 
 
-def _inverse(s: DistArray, kept: DistArray) -> DistArray:
+def reciprocals(s: DistArray, kept: DistArray) -> DistArray:
     """Return the inverses of the values that are kept, and zeros."""
     return where(kept, 1 / where(kept, s, s.dtype.type(1)), s.dtype.type(0))
 
@@ -352,7 +350,7 @@ def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     `rtol` is max(m, n) times the dtype's eps by default; a number, or one for every matrix.
     """
     s = svdvals(x)
-    return (s > _limit(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
+    return (s > limit_of(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
 
 
 @primitive
@@ -362,8 +360,8 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     Those are the ones below `rtol` times the largest, by default max(m, n) times the dtype's eps.
     """
     u, s, vh = svd(x, full_matrices=False)
-    kept = s > _limit(x, s, rtol, max(x.shape[-2:]))
-    inverse = _inverse(s, kept)
+    kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
+    inverse = reciprocals(s, kept)
     return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
 
 
@@ -400,39 +398,12 @@ def _alone(x: DistArray, subset: Any = None) -> bool:
     return x.grid.size == 1 and subset is None
 
 
-def _vector(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
-    """Return a vector that every rank has as a distributed one."""
-    (part,) = grid.block(layout, values.shape)
-    block = namespace(values).ascontiguousarray(values[part.start : part.stop])
-    return DistArray(grid.backend.from_host(block), values.shape, layout, grid)
-
-
-def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name: str) -> Any:
-    """Multiply a matrix by a power of two that keeps squares of its elements in range, and return it; refuse NaNs.
-
-    `parts` are what this rank has of it.
-    """
-    limits, real = np.finfo(dtype), np.zeros(0, dtype).real.dtype.type
-    finite, largest = all(map(kernels.finite, parts)), 0.0
-    if finite:
-        for numbers in (t.view(limits.dtype) for t in parts if t.size and has_values(t)):
-            largest = max(largest, float(numbers.max()), -float(numbers.min()))
-    odd, largest = tiles.worst([not finite, largest])
-    refuse_odd(odd, name)
-    if not largest or math.sqrt(float(limits.tiny)) * 1e3 < largest < math.sqrt(float(limits.max)) * 1e-3:
-        return real(1)
-    scale = real(math.ldexp(1.0, min(-math.frexp(largest)[1], limits.maxexp - 2)))  # itself in range
-    for t in parts:
-        t *= scale
-    return scale
-
-
 def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix, with its reflections if they are to `keep`, and by what it was multiplied."""
     tiles, n = tiles_for(x, None, "eigh"), x.shape[0]
     deal, grid = workers(tiles), x.grid
     found = blocks(tiles, deal, x)
-    scale = _scaled(tiles, [each.a for each in found], x.dtype, name)
+    scale = scaled(tiles, [each.a for each in found], x.dtype, name)
     xp, here = kernels.on_host(grid.backend), grid.inside and grid.rank < len(deal.coords)
     half = Half(deal, n, x.dtype, found, xp) if here else None
     del found
@@ -455,7 +426,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
     deal = workers(tiles) if keep else tiles  # fewer ranks would have more of it than its blocks and vectors take
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
     t = tiles.bring_to(x, want, host=True)
-    scale = _scaled(tiles, [t], t.dtype, name)
+    scale = scaled(tiles, [t], t.dtype, name)
     held, shape = [t], x.shape
     del t, x
     return Bidiagonal(tiles, deal, held, shape, keep), scale, q  # type: ignore[arg-type]

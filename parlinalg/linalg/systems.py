@@ -129,7 +129,10 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
         return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
     if a.ndim > 2 or b.ndim > 2:
         no_layers(None, depth)
-        local = lambda xp, p, q: kernels.stacked(kernels.routines(p).solve, _solution, p, q)  # noqa: E731
+
+        def local(xp: Any, p: Any, q: Any) -> Any:
+            return kernels.stacked(kernels.routines(p).solve, _solution, p, q)
+
         return batches("solve", local, solve, a, b, like=1)[0], None
     factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
     return factor.carried(b), factor
@@ -143,6 +146,11 @@ def _solution(a: Any, b: Any) -> Any:
     return factor.solve(b)
 
 
+def _inverse(a: Any) -> Any:
+    """Return the inverse of one matrix on the host."""
+    return _solution(a, np.eye(len(a), dtype=a.dtype))
+
+
 @primitive
 def inv(x: DistArray, /) -> DistArray:
     """Return the inverses of square matrices [..., n, n], in their layout.
@@ -154,8 +162,7 @@ def inv(x: DistArray, /) -> DistArray:
     """
     x = as_matrix(x, "inv", square=True)
     if x.ndim > 2:
-        inverse = lambda a: _solution(a, np.eye(len(a), dtype=a.dtype))  # noqa: E731
-        return batches("inv", lambda xp, a: kernels.stacked(xp.linalg.inv, inverse, a), inv, x)[0]
+        return batches("inv", lambda xp, a: kernels.stacked(xp.linalg.inv, _inverse, a), inv, x)[0]
     one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
     return LUFactor(x, b=one).carried(one)
 
@@ -174,9 +181,11 @@ def slogdet(x: DistArray, /) -> SlogdetResult:
     """Return the signs (or phases) of the determinants of square matrices and the logarithms of their sizes."""
     x = as_matrix(x, "slogdet", square=True)
     if x.ndim > 2:
-        local = lambda xp, a: tuple(kernels.stacked(xp.linalg.slogdet, lambda a: LocalLU(a).slogdet(), a))  # noqa: E731
-        sign, log = batches("slogdet", local, slogdet, x)
-        return SlogdetResult(sign, log)
+
+        def local(xp: Any, a: Any) -> Any:
+            return tuple(kernels.stacked(xp.linalg.slogdet, lambda a: LocalLU(a).slogdet(), a))
+
+        return SlogdetResult(*batches("slogdet", local, slogdet, x))
     return LUFactor(x).slogdet()
 
 

@@ -104,6 +104,15 @@ def of_qr(la: Any, x: Any, mode: str = "reduced") -> Any:
     return columns(whole(q)[..., :k]).sum() * of_r(la, whole(r)[..., :k, :])
 
 
+def of_pivoted_qr(la: Any, x: Any, mode: str = "reduced") -> Any:
+    """R alone, and the factors and A in the order that pivoting gives to the columns."""
+    if mode == "r":
+        return abs(la.qr(x, mode="r", pivoting=True)[0])
+    q, r, _ = la.qr(x, mode=mode, pivoting=True)
+    k = min(x.shape[-2:])
+    return columns(whole(q)[..., :k]).sum() * of_r(la, whole(r)[..., :k, :]) + ((whole(q) @ whole(r)) ** 3).sum()
+
+
 def of_svd(la: Any, x: Any) -> Any:
     u, s, vh = la.svd(x, full_matrices=False)
     return columns(u).sum() * whole(s * s)[..., None] * rows(vh)
@@ -183,6 +192,9 @@ EXAMPLES: dict[str, list[Example]] = {
         *each(lambda la, x: of_qr(la, x, "complete"), TALL, torch=False),
         *each(lambda la, x: of_completed(la, x, "qr"), TALL, torch=False),
         *each(lambda la, x: abs(la.qr(x, mode="r")), TALL, STACK, torch=False),
+        *each(of_pivoted_qr, SQUARE, TALL, WIDE, STACK, (9, 4, 6), torch=False),
+        *each(lambda la, x: of_pivoted_qr(la, x, "complete"), TALL, WIDE, torch=False),
+        *each(lambda la, x: of_pivoted_qr(la, x, "r"), TALL, STACK, torch=False),
     ],
     "qr_factor": [
         *each(by_qr, TALL, SQUARE, STACK, torch=False),

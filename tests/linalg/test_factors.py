@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
@@ -280,6 +281,105 @@ def residuals(a, factor, x):
 def test_qr(grid):
     for _, a, x, block, _ in cases(grid, 4):
         residuals(a, linalg.qr_factor(x, block), x)
+
+
+FORMS = {"reduced": "economic", "complete": "full", "r": "r"}
+"""Our modes of `qr`, and SciPy's."""
+
+
+def pivoted(a, x, mode="reduced"):
+    """The factors, in the layout of x, gathered; the sizes of R's diagonal do not rise."""
+    *q, r, p = linalg.qr(x, mode=mode, pivoting=True)
+    m, n = a.shape
+    k, tiny = m if mode == "complete" else min(m, n), eps(a.dtype)
+    assert {y.layout for y in (*q, r)} == {x.layout.with_partial(())}
+    assert (p.shape, p.dtype, r.shape, r.dtype) == ((n,), np.int64, (k, n), a.dtype)
+    r, p = r.gather(), p.gather()
+    assert sorted(p) == list(range(n))
+    assert not np.tril(r, -1).any()
+    sizes = np.abs(np.diag(r)).astype(float)
+    least = float(np.finfo(a.dtype).smallest_subnormal)
+    assert (sizes[1:] <= sizes[:-1] * (1 + BOUND * tiny) + BOUND * tiny * sizes[:1] + least).all()
+    if mode != "r":
+        q = q[0].gather()
+        assert (q.shape, q.dtype) == ((m, k), a.dtype)
+        power = int(-np.frexp(np.abs(a).max(initial=0))[1])
+        c, d = 2.0 ** (power // 2), 2.0 ** (power - power // 2)  # their product may be out of range
+        near, other = (each.astype(np.result_type(a, np.float64)) * c * d for each in (a, r))
+        lost = max(0, norm(q @ other - near[:, p]) - k * least * c * d)  # by subnormal numbers
+        small(lost, norm(near), max(m, n), q.dtype, (a.shape, q.dtype, mode))
+        small(norm(q.conj().T @ q - np.eye(k)), 1, k and m, q.dtype, (a.shape, q.dtype, mode, "orthogonality"))
+    return r, p
+
+
+def test_qr_with_pivoting(grid):
+    """Every kind of matrix; of random ones, whose norms are far from ties in float64, the pivots are SciPy's."""
+    rng = np.random.default_rng(8)
+    for shape_of in (lambda n: (n, n), lambda n: (n + 5, n), lambda n: (4 * n + 3, n), lambda n: (n, n + 9)):
+        for name, a, x, _, _ in cases(grid, 8, shape_of):
+            mode = list(FORMS)[rng.integers(3)]
+            r, p = pivoted(a, x, mode)
+            if name == "random" and a.size and eps(a.dtype) < 1e-15:
+                *_, upper, order = scipy.linalg.qr(a, mode=FORMS[mode], pivoting=True)
+                np.testing.assert_array_equal(p, order)
+                np.testing.assert_allclose(abs(r), abs(upper[: len(r)]), atol=200 * eps(a.dtype) * norm(a))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qr_with_pivoting_of_special_matrices(grid, dtype):
+    """Equal columns, zeros, lower rank, one column, sizes near underflow and overflow, terms that are not summed."""
+    rng, real = np.random.default_rng(9), np.finfo(dtype)
+    every = layouts(grid.axes, 2)
+    for a in (
+        np.eye(70, 40), np.zeros((9, 7)), np.ones((40, 50)), np.ones((5, 1)), np.ones((1, 5)), np.zeros((0, 3)),
+        np.zeros((3, 0)), random((60, 12), dtype, rng) @ random((12, 60), dtype, rng),
+        np.tri(50) * real.smallest_subnormal * 8, random((40, 40), dtype, rng) * (real.tiny / 16),
+        random((40, 9), dtype, rng) * (real.max / 100), random((9, 40), dtype, rng) * (real.max / 100),
+        random((45, 45), dtype, rng) * np.geomspace(1, float(real.tiny) ** 0.9, 45),
+    ):  # fmt: skip
+        a = a.astype(dtype)
+        layout = every[rng.integers(len(every))]
+        x = pla.distribute(a, grid, layout.with_partial(())).redistribute(layout)
+        r, p = pivoted(a, x)
+        if a.shape == (60, 60):
+            assert (np.abs(np.diag(r)) > 100 * eps(dtype) * norm(a)).sum() == 12
+        if a.shape in ((70, 40), (9, 7)):  # the first of equals, at every step
+            np.testing.assert_array_equal(p, np.arange(a.shape[1]))
+        if not np.any(a):
+            assert not r.any()
+
+
+def test_qr_with_pivoting_of_stacks(grid):
+    rng = np.random.default_rng(10)
+    for stacks, shape, dtype in zip(
+        [(1,), (grid.size + 1,), (2, 0), (3, 2)] * 3, [(6, 4), (4, 6), (5, 5), (40, 3)] * 3, DTYPES * 3, strict=True
+    ):
+        a = random((*stacks, *shape), dtype, rng)
+        every = layouts(grid.axes, a.ndim, partial=False)
+        x = pla.distribute(a, grid, every[rng.integers(len(every))])
+        for mode in FORMS:
+            *q, r, p = linalg.qr(x, mode=mode, pivoting=True)
+            assert p.shape == (*stacks, shape[1])
+            assert {y.layout for y in (*q, r)} == {x.layout}
+            r, p = r.gather(), p.gather()
+            for at in np.ndindex(*stacks):
+                np.testing.assert_array_equal(p[at], scipy.linalg.qr(a[at], pivoting=True)[2])
+                if q:
+                    small(norm((q[0].gather()[at] @ r[at]) - a[at][:, p[at]]), norm(a[at]), max(shape), a.dtype, shape)
+
+
+def test_wrong_qr_with_pivoting(grid):
+    x = pla.ones((9, 5), grid)
+    for mode in ("full", "economic", "raw"):
+        with pytest.raises(ValueError, match=f"mode is 'reduced', 'complete' or 'r', not '{mode}'"):
+            linalg.qr(x, mode=mode, pivoting=True)
+    for value in (np.nan, np.inf):
+        for shape in ((9, 5), (5, 9), (90, 2), (2, 5, 5), (13, 5, 5)):
+            a = np.ones(shape)
+            a[..., -1, -1] = value
+            for mode in FORMS:
+                with pytest.raises(ValueError, match="qr takes finite numbers; the array has NaNs or infinities"):
+                    linalg.qr(pla.distribute(a, grid, grid.default_layout(shape)), mode=mode, pivoting=True)
 
 
 def exact(got, want):

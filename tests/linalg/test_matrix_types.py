@@ -169,6 +169,14 @@ def of_qr(a, x, c, rng):
     yield orthogonality(q)
 
 
+def of_pivoted_qr(a, x, c, rng):
+    q, r, p = (f.gather() for f in linalg.qr(x, pivoting=True))
+    sizes = np.abs(np.diag(r)) * c
+    assert (sizes[1:] <= sizes[:-1] * (1 + BOUND * eps(a.dtype)) + BOUND * eps(a.dtype) * sizes[:1]).all()
+    yield difference(q @ (r * c), (a * c)[:, p], a.dtype)
+    yield orthogonality(q)
+
+
 def of_svd(a, x, c, rng):
     u, s, vh = (f.gather() for f in linalg.svd(x))
     yield difference((u * (s * c)) @ vh, a * c, a.dtype)
@@ -222,6 +230,7 @@ def of_cholesky(a, x, c, rng):
 ROUTINES = {
     "lu": (general, of_lu), "qr": (general, of_qr), "svd": (general, of_svd), "eig": (general, of_eig),
     "polar": (general, of_polar), "eigh": (hermitian, of_eigh), "cholesky": (hermitian, of_cholesky),
+    "qr with pivoting": (general, of_pivoted_qr),
 }  # fmt: skip
 
 

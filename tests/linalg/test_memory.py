@@ -16,6 +16,7 @@ N, COLUMNS = 512, 16
 SQUARE = {
     "cholesky": linalg.cholesky, "lu": linalg.lu, "lu_factor": linalg.lu_factor, "qr": linalg.qr, "inv": linalg.inv,
     "eigh": linalg.eigh, "eigvalsh": linalg.eigvalsh, "svd": lambda a: linalg.svd(a, full_matrices=False),
+    "qr with pivoting": lambda a: linalg.qr(a, pivoting=True),
     "svdvals": linalg.svdvals, "polar": linalg.polar, "expm": linalg.expm, "sqrtm": linalg.sqrtm,
 }  # fmt: skip
 LARGER = ("eigvalsh", "svdvals", "expm", "lstsq")

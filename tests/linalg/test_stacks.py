@@ -220,6 +220,38 @@ def test_singular_values_of_stacks_that_count(grid):
         assert found.residuals.shape == (0,)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_least_squares_of_sizes_without_reciprocals(grid, dtype):
+    """Of stacks and of one matrix, of any rank, near underflow and overflow; all digits of the elements count."""
+    if not grid.backend.cpu:  # whose libraries multiply by reciprocals
+        return
+    rng, real, tol = np.random.default_rng(7), np.finfo(dtype), 1e5 * eps(dtype)
+    for (m, n), deficient, count in itertools.product([(9, 4), (4, 9), (4, 4)], [1, 0], [1, grid.size + 1]):
+        a, b = rng.integers(-8, 9, (count, m, n)).astype(dtype), rng.integers(-8, 9, (count, m, 2)).astype(dtype)
+        if a.dtype.kind == "c":
+            a += 1j * rng.integers(-8, 9, a.shape)
+        if deficient:
+            a[..., -1, :], a[..., :, -1] = a[..., 0, :], a[..., :, 0]
+        want = each(a, b)
+        for unit in (real.smallest_subnormal * 2, real.tiny / 4, real.max / 1024):
+            if grid.size > 1 and rng.random() < 0.6:
+                continue
+            A, B = placed(grid, (a * unit).astype(dtype), rng), placed(grid, (b * unit).astype(dtype), rng)
+            with np.errstate(over="ignore", invalid="ignore"):  # the sums of squares
+                (x, _, rank, s), alone = linalg.lstsq(A, B), linalg.lstsq(A[-1], B[-1])
+            same(x, want[0], tol)
+            np.testing.assert_array_equal(rank.gather(), want[2])
+            np.testing.assert_allclose(s.gather() / unit, want[3], rtol=tol, atol=tol + real.smallest_subnormal / unit)
+            assert alone.rank == want[2][-1]
+            same(alone.x, want[0][-1], tol)
+            if unit < real.tiny / 4:
+                continue  # so are the digits of the gradient of x
+            t = pla.Tensor(B, requires_grad=True)
+            with np.errstate(over="ignore", invalid="ignore"):
+                pla.sum(linalg.lstsq(pla.Tensor(A), t).x * unit).real.backward()
+            same(t.grad, np.linalg.pinv(a, 1e-4).conj().swapaxes(-1, -2) @ np.ones((n, 2), dtype), tol)
+
+
 def test_wrong_least_squares(grid):
     for stacks in ((1,), (3, 5)):
         a, b = np.ones((*stacks, 4, 2)), np.ones((*stacks, 4, 1))

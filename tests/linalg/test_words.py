@@ -208,6 +208,27 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
     assert found or not expected
 
 
+@pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
+def test_qr_with_pivoting(grid, dtype, deals, mode):
+    for deal, shape, layout, _, rng in deals([*SHAPES, (90, 7), (200, 3)], 6):
+        (m, n), dependent = shape, rng.random() < 0.3
+        if mode == "complete" and m > n:
+            continue  # zeros below R move too
+        a = random(shape, dtype, rng)
+        if dependent:
+            a[:, 1::2] = a[:, : n // 2 * 2 : 2]
+        x = pla.distribute(a, grid, layout)
+        trees = set()
+        if m > 1.5 * n and n:
+            trees = set().union(*grid.world.share(linalg.qr_factor(x)._work.trees))
+        with pla.ledger(grid) as book:
+            *_, p = linalg.qr(x, mode=mode, pivoting=True)
+        costs, order, sound = counting(grid, deal), p.gather(), not dependent or n < 2
+        if grid.size > 1:  # else it is one call of LAPACK
+            formulas.pivoted(costs, layout, shape, order=order, mode=mode, trees=trees, sound=sound)
+            equal(book, costs, grid, (shape, deal, layout, mode))
+
+
 @pytest.mark.parametrize("way", ["sound", "near to dependent", "one rank has R", "all ranks have R"])
 def test_lstsq(grid, dtype, deals, way, monkeypatch):
     """Of full rank: tall by Gram matrices, or by tiles where these do not serve, and wide."""

@@ -675,6 +675,12 @@ def test_words_of_factorizations_are_those_of_the_formulas(sizes, cuts, depth, k
                 check(lambda: la.lu(a), lambda c: formulas.lu(c, layout, shape), *shape)
                 check(lambda: la.qr_factor(a), lambda c: formulas.qr_factor(c, layout, shape), *shape)
                 check(lambda: la.qr(a), lambda c: formulas.qr(c, layout, shape), *shape)
+                mode = "reduced" if rank == 0 else "r"
+                check(
+                    lambda: la.qr(a, mode=mode, pivoting=True),
+                    lambda c: formulas.pivoted(c, layout, shape, mode=mode),
+                    *shape,
+                )
             if m == n:
                 check(
                     lambda: systems.solved(a, b, depth),
@@ -710,7 +716,8 @@ def test_factorizations_ask_what_to_assume():
     with pla.imagine(4, what_if=None):
         grid = pla.Grid({"r": 2, "c": 2})
         a = pla.ones((40, 40), grid, pla.Layout("r", "c"))
-        for routine in (pla.linalg.lu_factor, pla.linalg.qr, pla.linalg.cholesky, pla.linalg.inv):
+        pivoted = partial(pla.linalg.qr, pivoting=True)
+        for routine in (pla.linalg.lu_factor, pla.linalg.qr, pivoted, pla.linalg.cholesky, pla.linalg.inv):
             with pytest.raises(pla.ValuesNeeded, match=r"test_imagined\.py:\d+.*what_if=pla\.WhatIf\("):
                 routine(a)
     with pytest.raises(pla.ConfigError, match="pivots='none' is not known"):

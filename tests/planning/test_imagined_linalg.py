@@ -407,6 +407,7 @@ STACKS: dict[str, Callable[[Any, Any], Any]] = {
     "cho_factor": lambda a, b: (f := linalg.cho_factor(a + a.mT), f.L, f.solve(b)),
     "lu_factor": lambda a, b: (f := linalg.lu_factor(a), f.solve(b), f.solve(b, adjoint=True), f.factors(), f.P, f.det),
     "qr_factor": lambda a, b: (f := linalg.qr_factor(a), f.R, f.Q(), f.solve(b)),
+    "qr with pivoting": lambda a, b: (linalg.qr(a, pivoting=True), linalg.qr(a, mode="r", pivoting=True)),
 }
 
 
