@@ -287,13 +287,19 @@ class _Search:
         return self.predictor.traces >= share * TRACES or self.predictor.events >= share * EVENTS
 
     def _prove(self, fitting: Sequence[tuple[float, int, Candidate]]) -> None:
-        """Trace candidates in the order of their bounds, until none that is left can be among the best."""
+        """Trace candidates in the order of their bounds, until none that is left can be among the best, or too much."""
         heap = [(bound, 0, n, c) for bound, n, c in fitting]
         heapq.heapify(heap)
         while heap:
             bound, traced, n, c = heapq.heappop(heap)
             times = sorted(p.seconds for p in self.done)
-            if len(times) >= self.best and bound > times[self.best - 1]:
+            proven = len(times) >= self.best and bound > times[self.best - 1]
+            if not self.done and self.predictor.events > PROOF // 3:  # hardly anything fits, or nothing
+                self.limited, self.predictor.traces, self.predictor.events = True, 0, 0
+                self._reach()
+                return
+            if proven or self.predictor.events > PROOF:  # more had to be traced than was foreseen
+                self.proven = proven
                 self.left = [(bound, c), *((b, other) for b, _, _, other in heap)]
                 return
             if traced:  # in parts, for its bound
