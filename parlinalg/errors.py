@@ -80,6 +80,15 @@ def enumerated(words: Sequence[str]) -> str:
     return " and ".join([*[", ".join(words[:-1])] * (len(words) > 1), *words[-1:]])
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things, whose word is given in the singular.
+
+    >>> counted(1, "rank"), counted(4, "rank")
+    ('1 rank', '4 ranks')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def brief(value: object, most: int = 200) -> str:
     """Return the `repr` of a value for a message, cut to `most` characters.
 

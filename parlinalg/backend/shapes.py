@@ -592,6 +592,8 @@ ShapeArray.sort = _sort_in_place  # type: ignore[attr-defined]
 
 def _check_fits(shape: tuple[int, ...], into: tuple[int, ...]) -> None:
     """Raise unless an array of one shape can be written to one of the other."""
+    if shape == into:
+        return
     while len(shape) > len(into) and shape[0] == 1:
         shape = shape[1:]
     if np.broadcast_shapes(shape, into) != tuple(into):
@@ -605,14 +607,17 @@ def _keys(key: Any) -> tuple[Any, ...]:
 def _open(key: Any) -> tuple[Any, ...]:
     """Return the key with an ellipsis, so that NumPy gives a view and reads no element."""
     keys = _keys(key)
-    return keys if any(k is ... for k in keys) else (*keys, ...)
+    for k in keys:
+        if k is ...:
+            return keys
+    return (*keys, ...)
 
 
 def _basic(key: Any) -> bool:
-    return all(
-        k is None or k is ... or (isinstance(k, (slice, int, np.integer)) and not isinstance(k, bool))
-        for k in _keys(key)
-    )
+    for k in _keys(key):
+        if k is not None and k is not ... and (not isinstance(k, (slice, int, np.integer)) or isinstance(k, bool)):
+            return False
+    return True
 
 
 def _picked(shape: tuple[int, ...], key: Any) -> tuple[int, ...]:

@@ -257,7 +257,7 @@ RATE = number(1e6, 1e18, "floating-point operations a second of a rank", above=T
 BYTES = number(1e3, 1e15, "bytes a second", above=True)
 DISK_BYTES = number(1e4, 1e12, "bytes a second of a disk")
 SECONDS = number(0.0, 10.0, "seconds")
-SHARE = number(0.0, 1.0, "a share of the bandwidth", above=True)
+SHARE = number(1e-6, 1.0, "a share of the bandwidth")
 DIM = number(1, 1e9, "a dim of a matrix")
 SIZE = number(1, 1e15, "bytes")
 RANKS = whole(1, 1 << 24, "ranks")
@@ -357,9 +357,10 @@ class Kernels:
 
     def beside_work(self, event: Gemm | Kernel, before: object) -> float:
         """Return the seconds of an operation beside its work, by what comes just before it in the trace."""
-        if self.piece is None or not all(isinstance(e, Kernel) and e.name == "copy" for e in (event, before)):
+        if self.piece is None or not (isinstance(event, Kernel) and event.name == "copy"):
             return self.overhead
-        return min(self.piece, self.overhead)
+        follows = isinstance(before, Kernel) and before.name == "copy"
+        return min(self.piece, self.overhead) if follows else self.overhead
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel's work, its overhead aside."""
@@ -387,7 +388,7 @@ class Algorithm:
     steps: str = key(word(*STEPS), "the messages one after the other among p ranks, as a word")
     latency: float = key(SECONDS, "seconds of a step")
     efficiency: float = key(
-        number(0.0, 2.0, "a share of the bandwidth", above=True),
+        number(1e-6, 2.0, "a share of the bandwidth"),
         "the share of the link's bandwidth that long messages reach, of what a rank receives without a switch "
         "that adds: above 1 where one does",
         1.0,
@@ -657,6 +658,15 @@ class Machine:
         ConfigError
             If the machine's file has no rate for the dtype, nor for one that is computed alike.
         """
+        if gemm not in self._of_gemms:  # a trace has the same ones many times
+            self._of_gemms[gemm] = self._gemm_seconds(gemm)
+        return self._of_gemms[gemm]
+
+    @cached_property
+    def _of_gemms(self) -> dict[Gemm, float]:
+        return {}
+
+    def _gemm_seconds(self, gemm: Gemm) -> float:
         if not gemm.flops:
             return 0.0
         rate, times = self._gemm_rate(gemm.dtype)

@@ -8,6 +8,7 @@ search reckons what many layers take.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -179,7 +180,7 @@ class Part:
 
     def span(self, name: str) -> Trace:
         """Return the part of the trace in the first span of a name; empty if there is none."""
-        found = cut(self.trace, name)
+        found = cut(self.trace, name, most=1)
         return found[0] if found else Trace(self.trace.rank, self.trace.size)
 
     def offloaded(self, places: Mapping[str, str], device: bool) -> Part:
@@ -303,7 +304,7 @@ def _layers(model: Any) -> list[Layer]:
 def declared(config: TrainingConfig, inputs: Inputs) -> Any:
     """Return the declared model of a configuration on one rank."""
     spec = resolve(config, 1)
-    with imagine(1, node=1, what_if=ASSUMED) as world, _mesh(config, spec, world) as mesh:
+    with _tried(), imagine(1, node=1, what_if=ASSUMED) as world, _mesh(config, spec, world) as mesh:
         return inputs.declare(config, mesh)
 
 
@@ -349,6 +350,7 @@ def trace_part(
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
     with (
+        _tried(),
         imagine(ranks, place, node=node, target=target, what_if=ASSUMED) as world,
         _mesh(config, spec, world) as mesh,
     ):
@@ -357,6 +359,18 @@ def trace_part(
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
         return _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every)).part(rows, given, update)
+
+
+def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
+    """Warn of what the model of a configuration warns of on so many ranks when it is declared."""
+    spec = resolve(config, ranks)
+    with imagine(ranks, what_if=ASSUMED) as world, _mesh(config, spec, world) as mesh:
+        inputs.declare(config, mesh)
+
+
+def _tried() -> AbstractContextManager[Any]:
+    """Return a context without warnings to the user: of what a search only tries there would be many."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
 def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:

@@ -14,7 +14,7 @@ from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, on_their_way, trace_part
+from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, on_their_way, trace_part, warn
 from parlinalg.planning.timeline import COMPUTED, Stage, Timeline, pipeline_timeline, sharing, timeline
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
 from parlinalg.train.choices import LANGUAGE
@@ -26,6 +26,7 @@ from parlinalg.units import ITEMSIZE
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
 LONG = 12  # equal layers of a stage beyond which only some are traced:
 FEW, FEW_BESIDE = (4, 6), (6, 10)  # so many; where reductions or gathers go on beside passes
+HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which its stage is long too, and so many are traced
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
@@ -109,7 +110,7 @@ class Predictor:
         self.node = machine.ranks_on_node(ranks)
         self.machine = machine.shared_by(self.node)
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
-        self.traces = 0
+        self.traces = self.events = 0
         self._parts: dict[Any, Part] = {}
         self._runs: dict[tuple[int, str, bool, bool], tuple[float, Mapping[str, float]]] = {}
         self._known: dict[str | None, tuple[list[Any], Any]] = {}
@@ -139,6 +140,14 @@ class Predictor:
         layers = int({**SIZES, **config.model.options}["num_hidden_layers"]) - fewer
         model = replace(config.model, options={**config.model.options, "num_hidden_layers": layers})
         return replace(config, model=model)
+
+    def warn(self, c: Candidate) -> None:
+        """Warn of what a candidate's model warns of when it is declared; one layer tells as much as all."""
+        config = c.apply(self.config, self.batch)
+        if config.model.name in LANGUAGE:
+            model = replace(config.model, options={**config.model.options, "num_hidden_layers": 1})
+            config = replace(config, model=model)
+        warn(config, self.inputs, self.ranks)
 
     def keys(self, dtype: str | None) -> list[Any]:
         """Return the keys of the model's layers: layers with equal keys take equal work."""
@@ -374,9 +383,11 @@ class Predictor:
         config = replace(config, offload=OffloadConfig())  # `Part.offloaded` says what that changes
         if layers is not None and (found := self._fewer(config, layers, skip)) is not None:
             config, layers, skip = *found, (0, 0)
-        return trace_part(
+        made = trace_part(
             config, self.inputs, ranks, rows, layers=layers, skip=skip, node=self.node, target=self.target, **more
         )
+        self.events += len(made.trace.events)
+        return made
 
     def _layers(self, c: Candidate, bound: bool) -> list[Part]:
         """Return the parts of all layers of a candidate's model: passes of one copy of it for a bound, else its own."""
@@ -458,13 +469,12 @@ class Predictor:
             "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
             "transient": part.transient, "message": part.message,
         }  # fmt: skip
-        for span in ("forward", "backward", "reduce", "update", "end"):
-            if span != "end" or alone:
-                passes = span in ("forward", "backward")
-                made[span], causes = self._run(part, span, pending=passes and not alone and self.ranks > self.node)
-                for cause, seconds in causes.items():
-                    key = f"{'pass' if passes else span}: {cause}"
-                    made[key] = made.get(key, 0.0) + seconds
+        for span in ("forward", "backward", "reduce", "update", *["end"] * (alone and apart)):
+            passes = span in ("forward", "backward")
+            made[span], causes = self._run(part, span, pending=passes and not alone and self.ranks > self.node)
+            for cause, seconds in causes.items():
+                key = f"{'pass' if passes else span}: {cause}"
+                made[key] = made.get(key, 0.0) + seconds
         if alone and not apart:
             run = timeline(part.trace, self.machine, on_node=self.node)
             made["end"] = run.seconds - made["forward"] - made["backward"]
@@ -559,6 +569,8 @@ class Predictor:
         whole = self.batch // c.microbatches
         made: list[Figures] = []
         few_ = FEW_BESIDE if c.zero == 3 or c.pipeline == 1 else FEW
+        if self.weight(c) > HEAVY:
+            few_ = FEW_HEAVY
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
         for s, (a, b) in enumerate(cuts):
@@ -590,7 +602,12 @@ class Predictor:
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""
-        return (self.depth - 2) / c.pipeline > LONG or self._rounds(c) < c.microbatches
+        long = (self.depth - 2) / c.pipeline > LONG or self._rounds(c) < c.microbatches
+        return long or self.weight(c) > HEAVY
+
+    def weight(self, c: Candidate, bound: bool = False) -> int:
+        """Return the events in the longest trace of a layer: a ring of 97 ranks has thousands in each."""
+        return max(len(part.trace.events) for part in self._layers(c, bound))
 
     def _spec(self, c: Candidate) -> tuple[MeshSpec, TrainingConfig]:
         config = c.apply(self.config, self.batch)

@@ -21,13 +21,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
 from typing import Any, SupportsIndex, TypeVar
 
-from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded, enumerated
+from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded, counted, enumerated
 from parlinalg.planning.candidates import Candidate, Frame, Space, given_offload
 from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import Machine, load_machine
@@ -40,6 +41,9 @@ __all__ = ["plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
 TRACES = 300  # of parts, for more than that
+EVENTS = 800_000  # that they have at most, beyond which no further one is begun: those of long rings are many
+EVENTS_FULL = 400_000  # likewise of traces in full
+PROOF = 1_500_000  # events of all that a proof traces, beyond which it is beyond reach too
 BEAM = 4  # of the fastest ways to use the ranks that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
@@ -101,12 +105,18 @@ def plan_training(
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     _check_places(checked, found)
+    if checked.parallel.pipeline.tensor is not None:
+        raise ConfigError(
+            "parallel.pipeline.tensor gives each rank of the pipeline a grid of its own, and a plan has one grid for "
+            "all: give it as parallel.tensor, or leave it out; parlinalg train takes it as it is"
+        )
     predictor = Predictor(checked, ranks, found, batch)
     space = Space(checked, given, ranks, batch, predictor.depth, _dtypes(checked, given, found))
     search = _Search(predictor, space, limit, best, exhaustive)
     if not search.candidates:
         raise PlanError(_no_split(checked, given, ranks, batch, predictor.depth))
     planned = search.run()
+    predictor.warn(planned[0].candidate)
     return TrainingPlan(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
         search.traced, search.proven, perf_counter() - began, given, predictor.inputs.language,
@@ -182,14 +192,33 @@ def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batc
     product = math.prod(sizes[name] or 1 for name in parallel if name in sizes)
     if ranks % product or (product != ranks and {*sizes} <= {*parallel} and all(sizes.values())):
         what = " × ".join(f"{name} {sizes[name]}" for name in sizes if name in parallel and (sizes[name] or 1) > 1)
-        return f"parallel has {what}, which {ranks} ranks cannot be cut into: the product of sizes should divide them"
+        return (
+            f"parallel has {what}, which {counted(ranks, 'rank')} cannot be cut into: the product of sizes should "
+            "divide them"
+        )
     if own.pipeline.ranks > depth:
         return f"parallel.pipeline={own.pipeline.ranks}, but the model has {depth} layers: a stage takes at least one"
-    count = config.microbatches(own.pipeline.ranks) if {"schedule", "gradient_accumulation"} & {*given} else 1
-    cut = f" into {count} microbatches" if count > 1 else ""
+    every = {(frame.data, frame.pipeline) for frame in Space(config, given, ranks, 0, depth, [""]).frames()}
+    if not every:
+        return (
+            f"{counted(ranks, 'rank')} cannot be used{fixed}: the model has {depth} layers, so that a pipeline has at "
+            f"most {depth} ranks; leave another key of parallel out, or give fewer ranks"
+        )
+    held = bool({"schedule", "gradient_accumulation"} & {*given})
+    counts = {pipeline: config.microbatches(pipeline) if held else 1 for _, pipeline in every}
+    most = max(counts.values())
+    cut = f" into {most} microbatches" if most > 1 else ""
+    near: set[int] = set()
+    for data, pipeline in every:
+        unit = data * counts[pipeline]
+        least = unit if held else data * pipeline
+        near |= {n for n in (batch // unit * unit, -(-batch // unit) * unit, least) if n >= least}
+    below, above = max((n for n in near if n < batch), default=None), min(n for n in near if n > batch)
+    right = f"{above}" if below is None else f"{below} or {above}"
+    rounds = "" if held or max(p for _, p in every) == 1 else ", and a pipeline takes one a rank at least"
     return (
-        f"a batch of {batch} samples cannot be split evenly over {ranks} ranks{fixed}{cut}: the data parallel ranks "
-        f"times the microbatches divide the batch; give a global batch with more divisors, such as {ranks * count}, or "
+        f"a batch of {counted(batch, 'sample')} cannot be split evenly over {counted(ranks, 'rank')}{fixed}{cut}: the "
+        f"data parallel ranks times the microbatches divide the batch{rounds}; give a global batch such as {right}, or "
         "leave keys of parallel and schedule out"
     )
 
@@ -200,7 +229,6 @@ class _Search:
     def __init__(self, predictor: Predictor, space: Space, memory: int, best: int, exhaustive: bool) -> None:
         self.predictor, self.space, self.memory, self.best, self.exhaustive = predictor, space, memory, best, exhaustive
         self.candidates = len(space)
-        self.limited = not exhaustive and (predictor.ranks > ALL or self.candidates > MANY)
         self.done: list[Planned] = []
         self.estimated: dict[Candidate, Planned] = {}
         self.too_full: list[tuple[int, Candidate, int]] = []
@@ -214,6 +242,7 @@ class _Search:
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.traced, self.proven = 0, True
         self.unknown = False  # whether some cannot be imagined
+        self.limited = not exhaustive and (predictor.ranks > ALL or self.candidates > MANY or self._endless())
 
     def run(self) -> list[Planned]:
         """Return the best, the fastest first."""
@@ -236,14 +265,41 @@ class _Search:
         self.proven = self.proven and not self.unknown
         return sorted(self.done, key=_order)[: self.best]
 
+    def _endless(self) -> bool:
+        """Return True if a proof would trace too much: each candidate's layers, and about two times the best in full.
+
+        A layer takes the most where the most ranks share a copy of it; one candidate of a kind stands for the others.
+        """
+        frames = list(self.space.frames())
+        width = max((frame.sequence * (frame.tensor.ranks or 1) for frame in frames), default=1)
+        kinds: dict[str, Frame] = {}
+        for frame in frames:
+            if frame.sequence * (frame.tensor.ranks or 1) == width and self.space.count(frame):
+                kinds.setdefault(_kind(frame), frame)
+        most = 0
+        for frame in kinds.values():
+            with suppress(ParlinalgError):  # told when the candidate comes up
+                most = max(most, self.predictor.weight(next(self.space.steps(frame)), bound=True))
+        return most * (self.candidates + 4 * self.best * self.predictor.depth) > PROOF
+
+    def _tired(self, share: float = 1.0) -> bool:
+        """Return True if estimates have taken this share of the traces that they may take."""
+        return self.predictor.traces >= share * TRACES or self.predictor.events >= share * EVENTS
+
     def _prove(self, fitting: Sequence[tuple[float, int, Candidate]]) -> None:
-        """Trace candidates in the order of their bounds, until none that is left can be among the best."""
+        """Trace candidates in the order of their bounds, until none that is left can be among the best, or too much."""
         heap = [(bound, 0, n, c) for bound, n, c in fitting]
         heapq.heapify(heap)
         while heap:
             bound, traced, n, c = heapq.heappop(heap)
             times = sorted(p.seconds for p in self.done)
-            if len(times) >= self.best and bound > times[self.best - 1]:
+            proven = len(times) >= self.best and bound > times[self.best - 1]
+            if not self.done and self.predictor.events > PROOF // 3:  # hardly anything fits, or nothing
+                self.limited, self.predictor.traces, self.predictor.events = True, 0, 0
+                self._reach()
+                return
+            if proven or self.predictor.events > PROOF:  # more had to be traced than was foreseen
+                self.proven = proven
                 self.left = [(bound, c), *((b, other) for b, _, _, other in heap)]
                 return
             if traced:  # in parts, for its bound
@@ -277,13 +333,16 @@ class _Search:
             order.append((turns[_kind(frame)], i, frame))
             turns[_kind(frame)] += 1
         for _, _, frame in sorted(order, key=lambda x: x[:2]):
-            if self.predictor.traces >= (TRACES // 2 if self._fitting() else TRACES):
+            if self._tired(0.5 if self._fitting() else 1.0):
                 break
             self._begin(frame, guessed[frame])
         self._climb(guessed)
         if self.predictor.ranks <= ALL:  # beyond, traces and simulations take too long
             self._mend()
+        before = self.predictor.events
         for p in self._fitting()[: 4 * FULL]:
+            if self.done and self.predictor.events - before > EVENTS_FULL:
+                break
             if len(self.done) < max(FULL, min(self.best, 2 * FULL)):
                 self._full(p.candidate)
         seen = {c.frame for c in self.estimated}
@@ -303,6 +362,8 @@ class _Search:
         one = min(1, most)
         tries = (one, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
         for zero, count, recompute in dict.fromkeys(tries):
+            if self.predictor.events >= EVENTS:
+                return
             likely = [
                 c for c in steps
                 if c.microbatches == count and (c.zero == zero or len({x.zero for x in steps}) == 1)
@@ -404,7 +465,7 @@ class _Search:
                     first.setdefault(p.candidate.frame, p)
             own = self.space.offload
             new = [p.candidate for p in first.values() if replace(p.candidate, offload=own) not in varied]
-            if not new or self.predictor.traces >= TRACES:
+            if not new or self._tired():
                 return
             for i, chosen in enumerate(new):
                 best = replace(chosen, offload=own)
@@ -414,7 +475,7 @@ class _Search:
                 for c in steps:
                     near = _one_apart(c, best, self.space.counts(c.frame)) and (i == 0 or c.order == best.order)
                     more = again.index(c.recompute) > again.index(best.recompute)  # slower, and not needed to fit
-                    if not near or (more and chosen == best) or self.predictor.traces >= TRACES:
+                    if not near or (more and chosen == best) or self._tired():
                         continue
                     found = self._estimate(c)
                     if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
@@ -422,7 +483,7 @@ class _Search:
                 known = {e.frame for e in self.estimated}
                 frames = [f for f in guessed if f not in known and _near(f, best.frame)]
                 for frame in sorted(frames, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
-                    if self.predictor.traces < TRACES:
+                    if not self._tired():
                         self._begin(frame, guessed[frame])
 
     def _mend(self) -> None:
@@ -438,12 +499,15 @@ class _Search:
         most = self.predictor.traces + TRACES
         for frame, first in itertools.islice(firsts.items(), FULL):
             best: Planned | None = None
-            while first is not best and self.predictor.traces < most:
+            while first is not best and self._more(most):
                 best = first
                 for c in self.space.steps(frame):
-                    if _one_apart(c, best.candidate, self.space.counts(frame)) and self.predictor.traces < most:
+                    if _one_apart(c, best.candidate, self.space.counts(frame)) and self._more(most):
                         self._estimate(c)
                 first = next(p for p in self._fitting() if p.candidate.frame == frame)
+
+    def _more(self, most: int) -> bool:
+        return self.predictor.traces < most and self.predictor.events < EVENTS
 
     def _asked(self, c: Candidate, predict: Callable[[Candidate], T]) -> T | None:
         """Return what is predicted of a candidate; None if the library refuses the candidate, or cannot imagine it."""
@@ -477,8 +541,10 @@ class _Search:
             self.too_full.append((found.bytes, c, found.stage))
 
     def _nothing_fits(self) -> str:
+        before = self.predictor.events
         for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
-            self._full(p.candidate)
+            if self.predictor.events - before < EVENTS_FULL:
+                self._full(p.candidate)
         if not self.too_full and self.crammed:
             need, frame, _ = min(self.crammed, key=lambda x: x[0])
             return (
@@ -489,8 +555,10 @@ class _Search:
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.predictor.ranks} ranks; {count} of them: {why}"
+        part, before = self.limited, self.predictor.events
         for _, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1])))[:MOST_LEAST]:
-            if stage < 0:
+            part = part or self.predictor.events - before > EVENTS
+            if stage < 0 and (self.limited or not part):
                 self._full(c)
         least = [(need, str(c), c) for need, c, stage in self.too_full if stage >= 0]
         least += [(need, name, p.candidate) for need, name, p in self.least if p.traced]
@@ -498,10 +566,10 @@ class _Search:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.predictor.ranks} ranks; {count} of them: {why}"
         need, _, c = min(least)
-        of = f"none of the {self.traced} configurations traced" if self.limited else "no configuration"
+        of = f"none of the {counted(self.traced, 'configuration')} traced" if part else "no configuration"
         return (
             f"{of} on {self.predictor.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
-            f"{'they need' if self.limited else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
+            f"{'they need' if part else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
             f"more ranks or a smaller batch{self._no_room()}"
         )
 

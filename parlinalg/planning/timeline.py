@@ -531,7 +531,7 @@ class _Run:
         return op.begun < math.inf and op.latency > _SOON and self._advances(op)
 
     def _advances(self, op: _Operation) -> bool:
-        return all(self._inside(m) or op.credit.get(m, 0.0) > _SOON for m in op.members)
+        return not self.polled or all(self._inside(m) or op.credit.get(m, 0.0) > _SOON for m in op.members)
 
     def _rates(self) -> dict[_Operation, float]:
         """Return the share of its link that each operation has whose bytes are on it."""
@@ -549,8 +549,11 @@ class _Run:
 
     def _transport(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
         """Return the share of a rank's processor that the transport of its operations takes at these rates."""
-        mine = [op for op in rank.flying if rates.get(op, 0.0) > 0 and op.transfer.seconds > 0]
-        return sum(op.transfer.processor / op.transfer.seconds * rates[op] for op in mine)
+        used = 0.0
+        for op in rank.flying:
+            if op.transfer.processor and rates.get(op, 0.0) > 0 and op.transfer.seconds > 0:
+                used += op.transfer.processor / op.transfer.seconds * rates[op]
+        return used
 
     def _beside(self, place: int) -> list[int]:
         """Return by representative how many of its ranks share cores with the rank `place`, itself included."""
@@ -595,15 +598,15 @@ class _Run:
 
     def _credits(self, op: _Operation) -> list[float]:
         """Return what its ranks let an operation advance until they poll again, if it advances."""
-        if not self._advances(op):
+        if not self.polled or not self._advances(op):
             return []
         return [c for m, c in op.credit.items() if not self._inside(m)]
 
     def _speed(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
         """Return the speed of a rank at work: transport takes a part of its processor, of the memory's bandwidth."""
-        transport = self._transport(rank, rates)
-        flying = any(rates.get(op, 0.0) > 0 for op in rank.flying)
-        slowdown = self.slowdown / self.always if flying else 1.0
+        transport, slowdown = self._transport(rank, rates), self.slowdown / self.always
+        if slowdown != 1.0 and not any(rates.get(op, 0.0) > 0 for op in rank.flying):
+            slowdown = 1.0
         return (1.0 - min(TRANSPORT_SHARE, transport)) / slowdown * self._room(rank)
 
     # -------------------------------------------------------------------------------------------- one rank
@@ -790,7 +793,7 @@ class _Run:
 
 
 # ------------------------------------------------------------------------------------------------ parts of traces
-def cut(trace: Trace, name: str, *, messages: bool = True) -> list[Trace]:
+def cut(trace: Trace, name: str, *, messages: bool = True, most: float = math.inf) -> list[Trace]:
     """Return the parts of a trace within the spans of a name, one trace for each.
 
     What such a part waits for and was started before it, is started at its beginning.
@@ -801,6 +804,8 @@ def cut(trace: Trace, name: str, *, messages: bool = True) -> list[Trace]:
     name : str
     messages : bool
         False to leave out sends and receives, which a pipeline's simulation has by itself.
+    most : int, optional
+        The number of parts to look for.
     """
     found: list[Trace] = []
     starts = {e.call: e for e in trace.events if isinstance(e, Start)}
@@ -818,6 +823,8 @@ def cut(trace: Trace, name: str, *, messages: bool = True) -> list[Trace]:
                 before = [starts[call] for call in asked if call in starts and call not in own]
                 found.append(Trace(trace.rank, trace.size, [*before, *inside], trace.stands_for))
                 inside = None
+                if len(found) >= most:
+                    break
         elif inside is not None and getattr(event, "call", None) not in left_out:
             inside.append(event)
     return found

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from parlinalg.errors import ConfigError, enumerated
+from parlinalg.errors import ConfigError, counted, enumerated
 from parlinalg.planning.machine import OFFLOADS, Machine
 from parlinalg.planning.predictor import Planned
 from parlinalg.units import format_bytes
@@ -68,9 +68,9 @@ class TrainingPlan:
         """
         first = self.best[0]
         head = (
-            f'"""Planned for {self.ranks} ranks of {self.machine.name}: {first.candidate}.\n\nA step of {self.batch} '
-            f"samples is predicted to take {shown_time(first.seconds)}, and {format_bytes(first.bytes)} a rank."
-            '\n"""\n\n'
+            f'"""Planned for {counted(self.ranks, "rank")} of {self.machine.name}: {first.candidate}.\n\nA step of '
+            f"{counted(self.batch, 'sample')} is predicted to take {shown_time(first.seconds)}, and "
+            f'{format_bytes(first.bytes)} a rank.\n"""\n\n'
         )
         body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
         try:
@@ -83,9 +83,9 @@ class TrainingPlan:
         unit = "tokens/s" if self.language else "samples/s"
         first = self.best[0]
         lines = [
-            f"{self.ranks} ranks of {self.machine.name} ({self.machine.about}), {format_bytes(self.memory)} a rank, "
-            f"batches of {self.batch}",
-            f"{self.candidates} candidates, {self.traced} of them traced in full, in {self.seconds:.1f} s; "
+            f"{counted(self.ranks, 'rank')} of {self.machine.name} ({self.machine.about}), "
+            f"{format_bytes(self.memory)} a rank, batches of {self.batch}",
+            f"{counted(self.candidates, 'candidate')}, {self.traced} of them traced in full, in {self.seconds:.1f} s; "
             + ("none can be faster than the first" if self.proven else "others may be faster than the first"),
             "",
         ]

@@ -63,6 +63,16 @@ def test_names_of_shipped_machines() -> None:
         ('memory = "1GiB"', "memory = -1", "m.toml: memory = -1: it should be the memory of a rank"),
         ('memory = "1GiB"', 'memory = "lots"', "m.toml: memory = 'lots': it should be the memory of a rank"),
         ("float32", "float31", "gemm.float31: rates are those of the dtypes float64, float32, bfloat16, float16"),
+        (
+            "latency = 0.0",
+            'latency = 0.0\nsend.algorithms = [{ steps = "one", latency = 0.0, efficiency = 5e-324 }]',
+            r"node.send.algorithms\[0\].efficiency = 5e-324: it should be a share of the bandwidth, at least 1e-06",
+        ),
+        (
+            "rate = 1e9",
+            "rate = 1e9\ntiles = [[128, 128, 1e-300]]",
+            r"gemm.float32.tiles\[0\]\[2\] = 1e-300: it should be a share of the bandwidth, at least 1e-06",
+        ),
         ("latency = 0.0", "latency = 11", "m.toml: node.latency = 11: it should be seconds, at least 0 and at most 10"),
         ('progress = "asynchronous"', 'progress = "never"', 'overlap.progress = .never.: .* "asynchronous", "polls"'),
         ("asynchronous = false", "asynchronous = 0", "kernels.asynchronous = 0: it should be true or false"),

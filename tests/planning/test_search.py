@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
@@ -255,12 +256,57 @@ def test_what_the_configuration_offloads_rests_there():
         ({"ranks": 4, "parallel": {"pipeline": 3}}, "parallel has pipeline 3, which 4 ranks cannot be cut into"),
         ({"ranks": 16, "parallel": {"pipeline": 16}}, "parallel.pipeline=16, but the model has 4 layers"),
         ({"ranks": 2, "schedule": {"name": "1f1b", "microbatches": 3}}, "into 3 microbatches: the data parallel ranks"),
+        ({"ranks": 4, "parallel": {"data": 4}, "batch_size": 10}, "give a global batch such as 8 or 12,"),
+        (
+            {"ranks": 8, "parallel": {"data": 4, "tensor": 1, "sequence": 1}, "batch_size": 6},
+            "and a pipeline takes one a rank at least; give a global batch such as 8,",
+        ),
+        (
+            {"ranks": 2, "parallel": {"data": 2}, "gradient_accumulation": 3, "batch_size": 20},
+            "give a global batch such as 18 or 24,",
+        ),
+        (
+            {"ranks": 16, "parallel": {"data": 1, "tensor": 1, "sequence": 1}},
+            "16 ranks cannot be used with parallel={'data': 1, 'tensor': 1, 'sequence': 1}: the model has 4 layers",
+        ),
+        (
+            {"ranks": 3, "parallel": {"pipeline": {"tensor": [{"size": 1}, {"size": 2, "mode": "1d"}]}}},
+            "parallel.pipeline.tensor gives each rank of the pipeline a grid of its own",
+        ),
     ],
     ids=str,
 )
 def test_wrong_wishes_are_refused(options, what):
     with pytest.raises((ConfigError, PlanError), match=re.escape(what)):
         plan(**options)
+
+
+def test_one_rank_is_singular(tmp_path):
+    made = pla.plan_training({"model": "mlp", "data": "digits", "batch_size": 1}, ranks=1, machine="laptop")
+    assert made.explain().startswith("1 rank of laptop (")
+    made.write(tmp_path / "one.py")
+    head = (tmp_path / "one.py").read_text()
+    assert "Planned for 1 rank of laptop: one rank." in head
+    assert "A step of 1 sample is" in head
+
+
+LLAMA = {**GPT, "model": {**GPT["model"], "name": "llama", "num_key_value_heads": 1, "recompute": None}}  # type: ignore[dict-item]
+
+
+@pytest.mark.filterwarnings("always:attention's")
+def test_only_what_is_chosen_is_warned_of():
+    """Ranks have no heads in the forms with a tensor axis of 4, of which there are several."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        made = pla.plan_training({**LLAMA, "zero": 0, "gradient_accumulation": 1}, ranks=4, machine="v100", best=1)
+    assert (made.best[0].candidate.tensor.ranks or 1) == 1
+    assert not heard
+    given = {"zero": 0, "gradient_accumulation": 1, "parallel": {"tensor": {"size": 4, "mode": "1d"}}}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        pla.plan_training({**LLAMA, **given}, ranks=4, machine="v100")
+    assert len(heard) == 1
+    assert "3 of the ranks have no heads" in str(heard[0].message)
 
 
 def test_times_of_products():
@@ -372,6 +418,56 @@ def test_long_stages_are_traced_by_few_layers(form, microbatches, zero):
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert short.memory == whole.memory
     assert short.words == pytest.approx(whole.words, rel=0.03)
+
+
+RING = {
+    **BIG, "batch_size": 4,
+    "model": {**BIG["model"], "hidden_size": 64, "recompute": None},  # type: ignore[dict-item]
+    "parallel": {"pipeline": 1, "tensor": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_long_stages_of_many_events_are_traced_by_two_layers(monkeypatch, data):
+    """A layer on a ring of 97 has tens of thousands of events: two of them say what all do."""
+    predictor = Predictor(load(RING), 16, load_machine("a100"), 4)
+    c = Candidate(data, 1, 16 // data, 1, TensorConfig(), 0, 2, None, None, None, None, None, "zigzag")
+    usual = predictor.stretched(c)
+    before = predictor.events
+    predictor._last = None, {}
+    monkeypatch.setattr("parlinalg.planning.predictor.HEAVY", 100)
+    few = predictor.stretched(c)
+    assert few.seconds == pytest.approx(usual.seconds, rel=1e-3)
+    assert few.bytes == pytest.approx(usual.bytes, rel=0.01)
+    assert predictor.events - before < 0.3 * before
+
+
+def test_searches_end_where_traces_are_long(monkeypatch):
+    """On a prime number of ranks nearly all forms are rings of all of them, whose traces are long."""
+    events = []
+
+    def counted(*args: Any, **more: Any) -> Any:
+        made = trace_part(*args, **more)
+        events.append(len(made.trace.events))
+        return made
+
+    monkeypatch.setattr("parlinalg.planning.predictor.trace_part", counted)
+    monkeypatch.setattr("parlinalg.planning.predictor.HEAVY", 500)
+    monkeypatch.setattr(search, "EVENTS", 30_000)
+    monkeypatch.setattr(search, "EVENTS_FULL", 15_000)
+    for ranks in (67, 61):
+        events.clear()
+        monkeypatch.setattr(search, "PROOF", 100_000)
+        made = pla.plan_training({**RING, "parallel": "auto"}, ranks=ranks, machine="a100")
+        assert sum(events) < 150_000
+        assert made.best
+        assert not made.proven
+    monkeypatch.setattr(search._Search, "_endless", lambda self: False)  # a proof that takes more than was foreseen
+    made = pla.plan_training({**RING, "parallel": "auto"}, ranks=61, machine="a100", best=1)
+    assert made.best
+    assert not made.proven
+    with pytest.raises(PlanError, match=r"none of the [1-4] configurations? traced on 67 ranks"):
+        pla.plan_training({**RING, "parallel": "auto"}, ranks=67, machine="a100", memory="2MiB")
 
 
 @pytest.mark.one_in(3)
