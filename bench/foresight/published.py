@@ -440,8 +440,8 @@ say what they are lost to. Reading it as a calibration of the file would make th
 The table "One GPU" is by a machine's file that was measured in the same run. The file `h100`, of datasheets and
 published kernels, predicts with `--fused-attention` 29.1, 48.1 and 95.5 ms for the wider three, 10 to 12% too fast (in
 another run the last took 103 ms): norms, sums of rows and biases are slower than their bytes tell, and the GPU waits
-for the host at the begin of a step. For the narrow one it predicts 25 ms, where 62 are measured: the host takes 83 µs
-for an operation, Python's and CuPy's work, and the file assumes 5.
+for the host at the beginning of a step. For the narrow one it predicts 25 ms, where 62 are measured: the host takes
+83 µs for an operation, Python's and CuPy's work, and the file assumes 5.
 
 A run twenty minutes before had three of the four predicted 39 to 50% too slow: the doctor had measured the overhead of
 an operation once, 160 µs, where the run before that had 111. It is measured at three times since, of which the middle

@@ -119,15 +119,27 @@ def _by_head(x: Block) -> Block:
 
 
 def _is_aligned(x: Block) -> bool:
-    """Return True if the kernels can read and write a block where it lies: heads at equal steps, features together."""
-    size = x.itemsize
-    if x.strides[-1] != size or _address(x) % (ALIGNED * size) or any(s % (ALIGNED * size) for s in x.strides[:-1]):
+    """Return True if the kernels can read and write a block where it lies: heads at equal steps, features together.
+
+    Negative steps are refused, and steps of 0, by which a broadcast block repeats its elements.
+    """
+    unit, steps = ALIGNED * x.itemsize, list(zip(x.shape[:-1], x.strides[:-1], strict=True))
+    if x.strides[-1] != x.itemsize or _address(x) % unit or any(s < 0 or s % unit for _, s in steps):
+        return False
+    if any(n > 1 and not s for n, s in steps):
         return False
     return x.ndim == 4 or x.shape[3] == 1 or x.shape[2] == 1 or x.strides[2] == x.shape[3] * x.strides[3]
 
 
 def _aligned(x: Block) -> Block:
-    return x if _is_aligned(x) else namespace(x).ascontiguousarray(x)
+    return x if _is_aligned(x) else x.copy()  # also of a contiguous block at an odd address
+
+
+def _place(x: Block) -> Place:
+    """Return where a block lies; a step of 0, of a dim of one element, becomes one beyond the block."""
+    steps = [s // x.itemsize for s in x.strides]
+    beyond = max(n * s for n, s in zip(x.shape, steps, strict=True))
+    return Place(x.shape, tuple(s or beyond for s in steps))
 
 
 def _address(x: Block) -> int:
@@ -137,7 +149,7 @@ def _address(x: Block) -> int:
 def _run(make: Any, blocks: list[Block], bounds: tuple[int | None, int | None], scale: float) -> bool:
     """Run an operation on the current stream; False if there is no kernel for it."""
     xp = namespace(blocks[0])
-    places = tuple(Place(x.shape, tuple(s // x.itemsize for s in x.strides)) for x in blocks)
+    places = tuple(map(_place, blocks))
     device = xp.cuda.get_device_id()
     graph = _graph(make, device, blocks[0].dtype.name, places, bounds, float(scale))
     if graph is None:
@@ -150,10 +162,13 @@ def _run(make: Any, blocks: list[Block], bounds: tuple[int | None, int | None], 
 
 @cache
 def _library() -> Any:
-    """Return the package, or None where it cannot be had."""
+    """Return the package; None where it is missing, or, with a warning, where it cannot be loaded."""
     try:
         import cudnn
-    except ImportError:
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # no library of cuDNN's, or two: what the package raises depends on its version
+        warnings.warn(f"cuDNN's package cannot be loaded; attention runs by products, slower: {error}", stacklevel=2)
         return None
     return cudnn
 

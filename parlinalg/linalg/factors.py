@@ -714,7 +714,8 @@ def qr(
         Return Q, R and p [..., n], or R and p, with A[:, p] = Q R, as `scipy.linalg.qr` does, by LAPACK's `geqp3`: of
         the columns that are left the one with the largest remainder comes next, so that the sizes of R's diagonal do
         not rise.  Where one of them is small beside the first, so is all of R from there on, and the first columns of
-        A[:, p] span the others, to about that size.  Ranks agree on one column after the other.
+        A[:, p] span the others, to about that size.  Ranks agree on one column after the other; p is cut as the columns
+        of A are.
     """
     x = as_matrix(x, "qr")
     if mode not in ("reduced", "complete", "r"):
@@ -755,12 +756,13 @@ def _triangle(x: DistArray) -> DistArray:
 
 
 def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
-    """Return Q, R and p of matrices with A[:, p] = Q R; with the mode "r" R and p.
+    """Return Q, R and p of matrices with A[:, p] = Q R, p cut as their columns; with the mode "r" R and p.
 
     Of a matrix with many more rows than columns the columns of R, which have the same norms, are chosen.
     """
     if x.ndim > 2 or x.grid.size == 1:
-        return batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
+        *others, p = batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
+        return *others, p.redistribute(Layout(*x.layout.dims[:-2], x.layout.dims[-1]))
     (m, n), layout = x.shape, x.layout.with_partial(())
     if mode != "complete" and m > LONG * n and n:
         tall = tall_qr(x, with_q=mode != "r")

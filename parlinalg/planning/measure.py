@@ -458,6 +458,8 @@ def _fused_attention(backend: Backend) -> dict[str, float]:
         if (made := cudnn.attention(q, k, k, *given)) is None:
             continue
         into = tuple(backend.xp.empty(x.shape, x.dtype) for x in (q, k, k))
+        if not cudnn.attention_grad(q, q, k, k, *made, into, *given):
+            continue
         work = batch * width * n * (n + 1) // 2
         forward = partial(cudnn.attention, q, k, k, *given)
         backward = partial(cudnn.attention_grad, q, q, k, k, *made, into, *given)

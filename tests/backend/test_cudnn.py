@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +64,7 @@ class Tensor:
         if dtype.itemsize == 2:
             assert address % 16 == 0
             assert not any(s % 8 for s in self.stride[:-1])
+        assert min(self.stride) > 0  # others are not defined
         most = 1 + sum((n - 1) * s for n, s in zip(self.dim, self.stride, strict=True))
         held = (ctypes.c_char * (most * dtype.itemsize)).from_address(address)
         steps = [s * dtype.itemsize for s in self.stride]
@@ -311,6 +314,27 @@ def test_blocks_that_lie_askew_are_copied(library: SimpleNamespace) -> None:
     known = attention.forward(*given, Visible(), 0.3)[0]
     askew = [np.concatenate((x[..., :3], x), axis=-1)[..., 3:] for x in given]
     np.testing.assert_array_equal(attention.forward(*askew, Visible(), 0.3)[0], known)
+    odd = [np.concatenate((x.reshape(-1)[:1], x.reshape(-1)))[1:].reshape(x.shape) for x in given]
+    assert all(x.flags.c_contiguous for x in odd)
+    np.testing.assert_array_equal(attention.forward(*odd, Visible(), 0.3)[0], known)
+    back = [x[:, ::-1].copy()[:, ::-1] for x in given]
+    np.testing.assert_array_equal(attention.forward(*back, Visible(), 0.3)[0], known)
+
+
+def test_broadcast_blocks_and_dims_of_one_element(library: SimpleNamespace) -> None:
+    """NumPy and CuPy have steps of 0 for both."""
+    visible = Visible(causal=True)
+    one = [x[0] for x in blocks(np, DTYPES["float16"], 12, 12, 2)]
+    given = [x[None] for x in one]
+    out, lse, _ = attention.forward(*given[:3], visible, 0.3)
+    known = [np.empty(x.shape, np.float16) for x in given[:3]]
+    attention.backward(given[3], *given[:3], out, lse, visible, 0.3, tuple(known))
+    many = [np.broadcast_to(x, (3, *x.shape)) for x in one]
+    found, sums, _ = attention.forward(*many[:3], visible, 0.3)
+    into = [np.empty(x.shape, np.float16) for x in many[:3]]
+    attention.backward(many[3], *many[:3], found, sums, visible, 0.3, tuple(into))
+    for mine, exact in zip((found, sums, *into), (out, lse, *known), strict=True):
+        np.testing.assert_array_equal(mine, np.broadcast_to(exact, mine.shape))
 
 
 def test_a_refusal_is_told_once(library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,3 +350,12 @@ def test_a_refusal_is_told_once(library: SimpleNamespace, monkeypatch: pytest.Mo
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the package is an extra
         assert cudnn.attention(*given, (0, -12), 0.3) is None
+
+
+@pytest.mark.parametrize("text", ["raise OSError('no libcudnn.so.9')", "raise ImportError('no libcudart')"])
+def test_a_package_that_cannot_be_loaded_is_told(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cudnn.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cudnn", raising=False)
+    with pytest.warns(UserWarning, match=r"package cannot be loaded; attention runs by products, slower: no libc"):
+        assert cudnn._library.__wrapped__() is None

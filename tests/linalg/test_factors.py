@@ -293,6 +293,7 @@ def pivoted(a, x, mode="reduced"):
     m, n = a.shape
     k, tiny = m if mode == "complete" else min(m, n), eps(a.dtype)
     assert {y.layout for y in (*q, r)} == {x.layout.with_partial(())}
+    assert p.layout == Layout(x.layout.dims[1])
     assert (p.shape, p.dtype, r.shape, r.dtype) == ((n,), np.int64, (k, n), a.dtype)
     r, p = r.gather(), p.gather()
     assert sorted(p) == list(range(n))
@@ -361,6 +362,7 @@ def test_qr_with_pivoting_of_stacks(grid):
             *q, r, p = linalg.qr(x, mode=mode, pivoting=True)
             assert p.shape == (*stacks, shape[1])
             assert {y.layout for y in (*q, r)} == {x.layout}
+            assert p.layout == Layout(*x.layout.dims[:-2], x.layout.dims[-1])
             r, p = r.gather(), p.gather()
             for at in np.ndindex(*stacks):
                 np.testing.assert_array_equal(p[at], scipy.linalg.qr(a[at], pivoting=True)[2])

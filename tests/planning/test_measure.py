@@ -226,6 +226,22 @@ def test_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.serial
+def test_fused_attention_without_a_backward_kernel_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal takes no time, and is no rate."""
+    monkeypatch.setattr(measure, "ATTENTION", (1, 64, 128))
+    monkeypatch.setattr(measure.cudnn, "attention", lambda q, k, v, band, scale: (q, np.zeros(q.shape[:-1])))
+    monkeypatch.setattr(measure.cudnn, "attention_grad", lambda dout, q, *others: q.shape[-1] == 64)
+    monkeypatch.setattr(measure, "_seconds", lambda call, backend: 0.5)
+    backend = SimpleNamespace(cuda=True, from_host=lambda x: x, xp=np)
+    found = measure._fused_attention(cast(Any, backend))
+    pairs = 128 * 64 * 65 // 2
+    assert found == {"forward 64": 8.0 * pairs, "backward 64": 20.0 * pairs, "forward 128": 0.0, "backward 128": 0.0}
+    (rates,) = measure._fused_rates(found, "by hand").values()
+    assert (rates.forward, rates.backward) == (((64.0, 8.0 * pairs),), ((64.0, 20.0 * pairs),))
+    assert measure._fused_rates(dict.fromkeys(found, 0.0), "by hand") == {}
+
+
+@pytest.mark.serial
 def test_scores_and_products_of_attention() -> None:
     """Causal attention of 2 × 4 heads over 16 tokens in one block: both products of all scores, in the given time."""
     samples = {name: a.astype(np.float32) for name, a in kernels.samples(16, 8).items()}

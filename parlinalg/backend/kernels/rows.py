@@ -218,7 +218,10 @@ def _(device: ShapesBackend, block: Block) -> Block:
 
 @kernel(alike=2)
 def add_to(block: Block, other: Block) -> None:
-    """Add another block to a block, in place: of its shape, or of its last dims' to each of its rows."""
+    """Add another block to a block, in place: of its shape, or of its last dims' to each of its rows.
+
+    They are one block, or have no memory in common.
+    """
     block += other.astype(block.dtype, copy=False)
 
 
