@@ -255,7 +255,7 @@ def _(block: Block, other: Block) -> None:
 
 
 @add_to.shapes
-def _(device: ShapesBackend, block: Block, other: Block) -> None:
+def _(device: ShapesBackend, block: Block, other: Block) -> None:  # a sum as any other, on every device
     block += other.astype(block.dtype, copy=False)
 
 
