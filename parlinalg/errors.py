@@ -81,7 +81,7 @@ def enumerated(words: Sequence[str]) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number of things, whose word is given in the singular.
+    """Return a count and its noun, given in the singular, which is made plural unless the count is 1.
 
     >>> counted(1, "rank"), counted(4, "rank")
     ('1 rank', '4 ranks')

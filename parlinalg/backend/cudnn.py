@@ -24,14 +24,14 @@ ALIGNED = 8
 
 
 class Place(NamedTuple):
-    """Where the elements of a block lie, as heads [batch, heads, n, e]: its shape, and its steps in elements."""
+    """The shape of a block as heads, [batch, heads, n, e], and its strides in elements."""
 
     shape: tuple[int, ...]
     steps: tuple[int, ...]
 
 
 class Graph(NamedTuple):
-    """One operation on blocks of given places: the graph, the bytes that it works in, and its handle of cuDNN."""
+    """A graph of one operation, the bytes of its workspace, and the handle of cuDNN that runs it."""
 
     graph: Any
     room: int
@@ -110,7 +110,7 @@ def _bounds(q: Block, k: Block, band: Band) -> tuple[int | None, int | None] | N
 
 
 def _by_head(x: Block) -> Block:
-    """[batch, n, heads, e] or [batch, n, kv heads, g, e] as a view [batch, heads, n, e]."""
+    """Return a block [batch, n, heads, e] or [batch, n, kv heads, g, e] as a view [batch, heads, n, e]."""
     if x.ndim == 5:
         b, n, heads, g, e = x.shape
         steps = (*x.strides[:2], x.strides[2] if g == 1 else x.strides[3], x.strides[4])
@@ -136,7 +136,7 @@ def _aligned(x: Block) -> Block:
 
 
 def _place(x: Block) -> Place:
-    """Return where a block lies; a step of 0, of a dim of one element, becomes one beyond the block."""
+    """Return the shape and strides of a block; a stride of 0, of a dim of one element, becomes one beyond the block."""
     steps = [s // x.itemsize for s in x.strides]
     beyond = max(n * s for n, s in zip(x.shape, steps, strict=True))
     return Place(x.shape, tuple(s or beyond for s in steps))
@@ -222,7 +222,7 @@ def _given(graph: Any, number: int, place: Place, kind: Any) -> Any:
 
 
 def _made(tensor: Any, number: int, place: Place, kind: Any) -> None:
-    """Say where the graph is to write a tensor."""
+    """Make a tensor an output of the graph, with the shape, strides and dtype of the block that receives it."""
     tensor.set_output(True).set_dim(list(place.shape)).set_stride(list(place.steps)).set_data_type(kind).set_uid(number)
 
 

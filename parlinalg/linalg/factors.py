@@ -400,7 +400,7 @@ class QRFactor(Factor):
     """
 
     on_host: ClassVar[bool] = False
-    """It is computed on the host in any case."""
+    """True if the factorization is computed on the host even where A lies on a GPU."""
     _work: QR
 
     def __init__(

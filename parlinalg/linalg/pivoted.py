@@ -84,7 +84,7 @@ class PivotedQR(QR):
         self.kept.append(Reflections(k, v if own else None, t, None))
 
     def _choose(self, lent: Board, j: int, g: Any) -> int:
-        """Let the largest column be number j of A[:, p]; return its grid column.  There it becomes the next one here.
+        """Make the largest column number j of A[:, p], and the next one where it lies; return its grid column.
 
         Of equals it is the first in the order so far.
         """
@@ -114,7 +114,7 @@ class PivotedQR(QR):
         return root
 
     def _shorten(self, j: int, v: Any, g: Any) -> None:
-        """Take row j off the norms; compute those anew of which rounding leaves less than half the digits."""
+        """Remove row j from the norms; recompute those of which rounding leaves less than half the digits."""
         if not has_values(self.a):
             return
         done, norms, exact = self._done, self._norms[self._done :], self._exact[self._done :]

@@ -41,7 +41,7 @@ from parlinalg.planning.machine import (
     Link,
     Operation,
     Overlap,
-)  # fmt: skip
+)
 from parlinalg.planning.trace import Gemm, Kernel, Trace
 from parlinalg.schemes import discover
 

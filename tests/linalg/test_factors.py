@@ -350,6 +350,19 @@ def test_qr_with_pivoting_of_special_matrices(grid, dtype):
             assert not r.any()
 
 
+def test_qr_with_pivoting_of_columns_nearly_alike(grid):
+    """Their norms are lost by the first step: what is left of each is a hundred-millionth of it."""
+    rng, n = np.random.default_rng(3), 12
+    sizes = 1e-8 * 2.0 ** -rng.permutation(n)
+    a = np.ones((n, 1)) + sizes * np.linalg.qr(rng.normal(size=(n, n)))[0]
+    for layout in layouts(grid.axes, 2, partial=False):
+        r, _ = linalg.qr(pla.distribute(a, grid, layout), mode="r", pivoting=True)
+        found = abs(np.diag(r.gather()))
+        assert (found[2:] <= found[1:-1] * (1 + 1e-6)).all()
+        known = abs(np.diag(scipy.linalg.qr(a, mode="r", pivoting=True)[0]))
+        np.testing.assert_allclose(found, known, rtol=0, atol=n * eps(a.dtype) * norm(a))
+
+
 def test_qr_with_pivoting_of_stacks(grid):
     rng = np.random.default_rng(10)
     for stacks, shape, dtype in zip(

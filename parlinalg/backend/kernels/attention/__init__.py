@@ -535,7 +535,7 @@ def _(
 
     if keep or not cuda.ready(q, k, v) or not k.size:
         return NotImplemented
-    if dropped is None and limits is None and (band := _fused_band(q, k, visible)) is not None:
+    if (band := _fused_band(q, k, visible, dropped, limits)) is not None:
         found = cudnn.attention(q, k, v, band, scale)
         if found is not None:
             count(forward=_pairs_seen(q, k, visible))
@@ -566,7 +566,7 @@ def _(
 
     if kept is not None or not cuda.ready(q, k, v) or not k.size:
         return NotImplemented
-    if dropped is None and limits is None and (band := _fused_band(q, k, visible)) is not None:
+    if (band := _fused_band(q, k, visible, dropped, limits)) is not None:
         alike = all(x.dtype == q.dtype for x in (dout, out))
         if alike and cudnn.attention_grad(dout, q, k, v, out, lse, into, band, scale, add):
             count(backward=_pairs_seen(q, k, visible))
@@ -575,13 +575,17 @@ def _(
     return None
 
 
-def _fused_band(q: Block, k: Block, visible: Visible) -> tuple[int, int] | None:
-    """Return the band of pairs that a fused kernel is to compute; None where there is none for these blocks.
+def _fused_band(
+    q: Block, k: Block, visible: Visible, dropped: Dropped | None, limits: Limits | None
+) -> tuple[int, int] | None:  # fmt: skip
+    """Return the band of pairs that a fused kernel is to compute; None where products compute them.
 
     A few queries, as in generation, are not worth one: each size has its own, and sizes change from call to call.
     """
     few = q.shape[1] < tunables.FUSED_QUERIES
-    return None if few or not is_half(q.dtype) else visible.band(q.shape[1], k.shape[1])
+    if few or dropped is not None or limits is not None or not is_half(q.dtype):
+        return None
+    return visible.band(q.shape[1], k.shape[1])
 
 
 def _pairs_seen(q: Block, k: Block, visible: Visible) -> int:
