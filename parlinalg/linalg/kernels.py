@@ -100,6 +100,9 @@ WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
 LARGE, COPYING = 4 << 20, 4
 """Bytes of a matrix from which on several threads copy it, and how many at the most."""
+NARROW, PIECE = 32, 512
+"""Right-hand sides up to which a triangle is solved in pieces, and rows of a piece.  OpenBLAS solves with few columns
+on one thread; products it shares out."""
 
 
 @cache
@@ -162,6 +165,24 @@ def substitute(
         return
     if not unit:
         t = _lifted(t, b, right, adjoint)
+    if adjoint and t.dtype.kind != "c":
+        t, lower, adjoint = t.T, not lower, False
+    if not right and not adjoint and b.shape[1] <= NARROW:
+        _in_pieces(t, b, lower, unit)
+    else:
+        _substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
+
+
+def _in_pieces(t: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> None:
+    """Replace b by the solution x of `t x = b`, some rows at a time."""
+    pieces = [(k, min(k + PIECE, len(b))) for k in range(0, len(b), PIECE)]
+    for k, end in pieces if lower else reversed(pieces):
+        _substitute(t[k:end, k:end], b[k:end], right=False, lower=lower, adjoint=False, unit=unit)
+        left = slice(end, None) if lower else slice(k)
+        subtract(b[left], t[left, k:end], b[k:end])
+
+
+def _substitute(t: np.ndarray, b: np.ndarray, *, right: bool, lower: bool, adjoint: bool, unit: bool) -> None:
     if substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
         return
     from scipy.linalg import solve_triangular
