@@ -195,7 +195,7 @@ def _home(item: pytest.Item, whole: int = min(WHOLE)) -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if RANKS is None and BACKEND == "numpy":
+    if RANKS is None and BACKEND == "numpy" and COLLECTED in session.config.stash:  # not after errors of --maxfail
         begin(session.items, session.config, partial(_files, session.config.stash[COLLECTED]))
 
 

@@ -58,22 +58,11 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "sorted": (True, False),
 }  # fmt: skip
 
-#: The signatures of functions that are written in C; other versions of NumPy do not give them.
+#: The positional parameters of functions in C, to which NumPy before 2.4 gives no signature, where ours has others.
 _WRITTEN: dict[Callable[..., Any], tuple[str, ...]] = {
-    np.where: ("condition", "x", "y"),
     np.concatenate: ("arrays", "axis", "out"),
-    np.nonzero: ("a",),
-    np.dot: ("a", "b", "out"),
-    np.vdot: ("a", "b"),
     np.empty_like: ("prototype", "dtype", "order", "subok", "shape"),
     np.bincount: ("x", "weights", "minlength"),
-    np.inner: ("a", "b"),
-    np.lexsort: ("keys", "axis"),
-    np.putmask: ("a", "mask", "values"),
-    np.ravel_multi_index: ("multi_index", "dims", "mode", "order"),
-    np.unravel_index: ("indices", "shape", "order"),
-    np.copyto: ("dst", "src", "casting", "where"),
-    np.can_cast: ("from_", "to", "casting"),
 }
 
 
@@ -128,13 +117,21 @@ def handles(
         for function in functions:
             positional, several = _WRITTEN.get(function), False
             if positional is None:
-                parameters = inspect.signature(function).parameters.values()
+                parameters = _signature(function, implementation).parameters.values()
                 positional = tuple(p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
                 several = any(p.kind == p.VAR_POSITIONAL for p in parameters)
             HANDLED[function] = Implementation(_name(function), implementation, positional, taken, several)
         return implementation
 
     return register
+
+
+def _signature(function: Callable[..., Any], implementation: Callable[..., Any]) -> inspect.Signature:
+    """Return NumPy's signature of a function, or where NumPy gives it none that of its distributed version."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return inspect.signature(implementation)
 
 
 def _array(value: Any, name: str) -> DistArray:
