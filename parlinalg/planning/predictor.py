@@ -113,13 +113,12 @@ class Predictor:
         self.traces = self.events = 0
         self._parts: dict[Any, Part] = {}
         self._runs: dict[tuple[int, str, bool, bool], tuple[float, Mapping[str, float]]] = {}
+        self._timelines: dict[tuple[int, bool], tuple[Trace, Timeline]] = {}  # traces by identity stay
         self._known: dict[str | None, tuple[list[Any], Any]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._of_model: dict[tuple[str | None, int], bool] = {}
         self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
         self._offloaded: dict[tuple[int, Offload], Part] = {}
-        self._last: tuple[Candidate | None, dict[Any, Part]] = None, {}
-        self._kept_alive: list[Part] = []  # runs are known by their identities
 
     @cached_property
     def _quick(self) -> Machine:
@@ -328,11 +327,18 @@ class Predictor:
         """Return the seconds of a span of a part, and those of its causes; messages of others may be pending."""
         key = id(part), span, quick, pending
         if key not in self._runs:
-            trace, machine = part.span(span), self._quick if quick else self.machine
-            trace.size = self.ranks
+            trace, machine = replace(part.span(span), size=self.ranks), self._quick if quick else self.machine
             run = timeline(trace, machine, on_node=self.node, pending=pending) if trace.events else None
             self._runs[key] = (0.0, {}) if run is None else (run.seconds, run.causes[run.slowest])
         return self._runs[key]
+
+    def _timed(self, trace: Trace, pending: bool) -> Timeline:
+        """Return the run of a trace, without its intervals: candidates with one form have many traces in common."""
+        key = id(trace), pending
+        if key not in self._timelines:
+            run = timeline(trace, self.machine, on_node=self.node, pending=pending)
+            self._timelines[key] = trace, replace(run, intervals=(), memory={})
+        return self._timelines[key][1]
 
     # -------------------------------------------------------------------------------------------- parts
     def kinds(self, c: Candidate) -> tuple[str, ...]:
@@ -366,7 +372,6 @@ class Predictor:
         key = id(part), c.offload
         if key not in self._offloaded:
             self._offloaded[key] = part.offloaded(dict(c.offload), self.target == "gpu")
-            self._kept_alive.append(part)
         return self._offloaded[key]
 
     def _part(self, key: Any, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
@@ -399,8 +404,7 @@ class Predictor:
         ranks = c.width if bound else self.ranks
         config = c.apply(self.config, rows * c.data)
         keys = self.keys(c.dtype)
-        form = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
-        shape = (*form, c.zero, c.recompute, c.dtype, c.experts, c.order, rows)
+        shape = *_form(c), rows
         found: list[Part] = []
         given: Between | None = None
         for i, key in enumerate(keys):
@@ -590,15 +594,8 @@ class Predictor:
         return replace(self._assembled(c, config, made, spec), traced=True)
 
     def _whole(self, c: Candidate, config: TrainingConfig, rows: int, **more: Any) -> Part:
-        """Return the trace of a candidate's stage; those of the last candidate are known, whatever it offloads."""
-        bare = replace(c, offload=())
-        if self._last[0] != bare:
-            self._last = bare, {}
-        key = tuple(sorted(more.items()))
-        if key not in self._last[1]:
-            self._last[1][key] = self.trace(config, self.ranks, rows, **more)
-            self._kept_alive.append(self._last[1][key])
-        return self._last[1][key]
+        """Return the trace of a candidate's stage: the same for all schedules, and whatever is offloaded."""
+        return self._part(("whole", *_form(c), rows, *sorted(more.items())), config, self.ranks, rows, **more)
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""
@@ -677,7 +674,7 @@ class Predictor:
                 ends[r] = _joined(ends[r][0], _summed(ends[r][0], tuple(others), nbytes)), ends[r][1]
         made = pipeline_timeline(
             schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends],
-            places=spec.places, on_node=self.node,
+            places=spec.places, on_node=self.node, timed=self._timed,
         )  # fmt: skip
         assert made.simulation is not None
         memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
@@ -742,6 +739,12 @@ class Predictor:
             c, config, seconds, memory, *moved, bubble, causes, units / seconds, rate / peak, rate, stage, traced, host,
             disk,
         )  # fmt: skip
+
+
+def _form(c: Candidate) -> tuple[Any, ...]:
+    """Return the choices of a candidate by which a layer's trace differs; its microbatches are told by their rows."""
+    cut = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+    return *cut, c.zero, c.recompute, c.dtype, c.experts, c.order
 
 
 def _linear_flops(model: Any, batch: int, inputs: Inputs) -> float:
@@ -859,7 +862,9 @@ def _cuts(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _joined(*traces: Trace) -> Trace:
-    """Return traces one after the other, with calls numbered anew."""
+    """Return traces one after the other, with calls numbered anew; a single one as it is."""
+    if len(traces) == 1:
+        return traces[0]
     made = Trace(traces[0].rank, traces[0].size)
     offset = 0
     for trace in traces:
