@@ -283,7 +283,7 @@ class _Search:
         most = 0
         for frame in kinds.values():
             with suppress(ParlinalgError):  # told when the candidate comes up
-                most = max(most, self.predictor.weight(next(self.space.steps(frame)), bound=True))
+                most = max(most, self.predictor.events_of_layer(next(self.space.steps(frame)), bound=True))
         return most * (self.candidates + 4 * self.best * self.predictor.depth) > PROOF
 
     def _tired(self, share: float = 1.0) -> bool:

@@ -396,6 +396,16 @@ def test_a_vocabulary_without_room_for_the_tokens_is_refused(tokens, tmp_path):
     assert plan(2, best=1, model=model, data=elsewhere, parallel={"data": 2}, zero=0).best
 
 
+@pytest.mark.parametrize("hidden", [[8], [64, 32]])
+def test_the_least_products_of_classifiers(hidden):
+    """The first layer, here nearly all of a model, gives no gradient to what is before it."""
+    config = load({"model": {"name": "mlp", "hidden": hidden}, "batch_size": 64})
+    predictor = Predictor(config, 1, load_machine("v100"), 64)
+    events = trace_part(config, predictor.inputs, 1, 64).span("end").events
+    flops = sum(e.flops for e in events if isinstance(e, Gemm))
+    assert flops / 2 < predictor.linear_flops(None) <= flops
+
+
 @pytest.mark.parametrize(("first", "other"), [("1f1b", "gpipe"), ("zb-h1", "chimera")])
 def test_schedules_share_the_traces_of_stages(first, other):
     predictor = _predictor()
@@ -648,7 +658,7 @@ def test_memory_is_counted_once(zero, dtype):
     predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(2, zero=zero, dtype=dtype, microbatches=2)
     found = predictor.full(c)
-    (part,) = predictor._last[1].values()
+    (part,) = predictor._parts.values()
     assert found.bytes == part.peak
     itemsize, whole = (4, 2) if dtype is None else (2, 3)
     declared = [p for m in predictor._known_model(dtype)[1].modules() for p in m._parameters.values()]
