@@ -298,7 +298,7 @@ class _Search:
             bound, traced, n, c = heapq.heappop(heap)
             times = sorted(p.seconds for p in self.done)
             proven = len(times) >= self.best and bound > times[self.best - 1]
-            if not self.done and self.predictor.events > PROVE // 2:  # hardly anything fits, or nothing
+            if not self.done and self.predictor.events > PROOF // 3:  # hardly anything fits, or nothing
                 self.limited, self.predictor.traces, self.predictor.events = True, 0, 0
                 self._reach()
                 return

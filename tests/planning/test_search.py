@@ -29,6 +29,7 @@ from parlinalg.planning.candidates import SCHEDULES, Candidate, Space
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
 from parlinalg.planning.parts import Inputs, trace_part
 from parlinalg.planning.predictor import Predictor, dependencies
+from parlinalg.planning.timeline import cut
 from parlinalg.planning.trace import Gemm
 from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS
@@ -394,6 +395,19 @@ def test_a_vocabulary_without_room_for_the_tokens_is_refused(tokens, tmp_path):
         plan(2, model=model, data=data)
     elsewhere = {**data, "tokenizer": "elsewhere/tokenizer.json"}
     assert plan(2, best=1, model=model, data=elsewhere, parallel={"data": 2}, zero=0).best
+
+
+@pytest.mark.parametrize("kinds", [["optimizer"], ["activations"], ["optimizer", "parameters"], ["gradients"]], ids=str)
+def test_spans_of_what_is_offloaded(kinds):
+    """They are those of its trace; where nothing comes or goes they are the part's own, which were timed before."""
+    predictor = _predictor(LARGE, ranks=2, batch=16)
+    part = predictor.trace(_candidate(2).apply(predictor.config, 16), 2, 16)
+    for places in combinations(["host", "disk"] * len(kinds), len(kinds)):
+        moved = part.offloaded(dict(zip(kinds, places, strict=True)), True)
+        for name in ("forward", "backward", "update"):
+            (cut_out,) = cut(moved.trace, name, most=1)
+            assert moved.span(name).events == cut_out.events
+            assert (moved.span(name) is part.span(name)) == (not moved.moves[name].total())
 
 
 @pytest.mark.parametrize("hidden", [[8], [64, 32]])
