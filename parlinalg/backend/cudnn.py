@@ -56,7 +56,7 @@ def attention(q: Block, k: Block, v: Block, band: Band, scale: float) -> tuple[B
     (array, array) or None
         As q, contiguous; and [batch, kv heads, g, n] in float32.  None where cuDNN cannot.
     """
-    if (bounds := _bounds(q, k, band)) is None:
+    if _library() is None or (bounds := _bounds(q, k, band)) is None:
         return None
     xp, (b, n, heads, g, _) = namespace(q), q.shape
     q, k, v = (_aligned(x) for x in (q, k, v))
@@ -75,7 +75,7 @@ def attention_grad(
     Arguments as of `attention`, what it returned, and the gradient of the result.  The sums are in the same order on
     every run.  Returns False where cuDNN cannot.
     """
-    if (bounds := _bounds(q, k, band)) is None:
+    if _library() is None or (bounds := _bounds(q, k, band)) is None:
         return False
     xp, (b, n, heads, g, _) = namespace(q), q.shape
     dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
@@ -95,12 +95,17 @@ def attention_grad(
     return True
 
 
+def takes(q: Block, k: Block, band: Band) -> bool:
+    """Return True if blocks of these shapes and a band are given to cuDNN where its package is."""
+    return _bounds(q, k, band) is not None
+
+
 def _bounds(q: Block, k: Block, band: Band) -> tuple[int | None, int | None] | None:
     """Return from where before and how far after its own place a query sees keys: what cuDNN calls bounds of a band.
 
     None stands for no bound; in place of both, for blocks and bands that are not taken: cuDNN's start at the first key.
     """
-    if _library() is None or q.shape[-1] % ALIGNED or not (q.size and k.size):
+    if q.shape[-1] % ALIGNED or not (q.size and k.size):
         return None
     (after, upto), n, m = band, q.shape[1], k.shape[1]
     left = None if upto <= -n else -upto

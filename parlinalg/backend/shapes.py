@@ -124,10 +124,13 @@ class WhatIf:
 class Recorder(Protocol):
     """The device's listener: it is told what is computed, sent and held, in program order."""
 
-    def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "") -> None: ...
+    def product(
+        self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "", fused: bool = False
+    ) -> None: ...  # fmt: skip
     def kernel(self, name: str, nbytes: int, elements: int, dtype: str) -> None: ...
     def attention(
-        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int
+        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int,
+        fused: bool,
     ) -> None: ...  # fmt: skip
     def memory(self, category: str, nbytes: int) -> None: ...
     def start(
@@ -252,20 +255,23 @@ class ShapesBackend:
             self.recorder.kernel(name, nbytes, elements, _name_of(dtype))
 
     def attention(
-        self, name: str, nbytes: int, elements: int, dtype: Any, flops: int, width: int, given: Any, more: int = 0
+        self, name: str, nbytes: int, elements: int, dtype: Any, flops: int, width: int, given: Any, more: int = 0,
+        fused: bool = False,
     ) -> None:  # fmt: skip
         """Note the kernel of attention, after its products: those on the pairs that are seen take so many operations,
-        with heads of so many features and queries of the dtype `given`.  Unless it is fused, `more` bytes pass too."""
+        with heads of so many features and queries of the dtype `given`.  Unless it is fused, `more` bytes pass too;
+        `fused` says that the library would take a fused kernel."""
         if self.recorder is not None and not self._within and elements:
-            self.recorder.attention(name, nbytes, elements, _name_of(dtype), flops, width, _name_of(given), more)
+            self.recorder.attention(name, nbytes, elements, _name_of(dtype), flops, width, _name_of(given), more, fused)
 
     def product(
-        self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1, attention: Any = None
+        self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1, attention: Any = None,
+        fused: bool = False,
     ) -> None:  # fmt: skip
-        """Note `batch` products of m×k and k×n matrices by so many calls of BLAS; `attention` as of `Gemm`."""
+        """Note `batch` products of m×k and k×n matrices by so many calls of BLAS; `attention`, `fused` as of `Gemm`."""
         if self.recorder is not None and not self._within and batch * m * n * k:
             of = "" if attention is None else _name_of(attention)
-            self.recorder.product(batch, m, n, k, _name_of(dtype), calls, of)
+            self.recorder.product(batch, m, n, k, _name_of(dtype), calls, of, fused)
 
     def span(self, name: str, begins: bool) -> None:
         """Note that a named stretch of the program begins or ends."""

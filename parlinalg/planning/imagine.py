@@ -28,16 +28,19 @@ class TraceRecorder:
     def __init__(self, trace: Trace) -> None:
         self.trace, self._add, self._calls = trace, trace.events.append, 0
 
-    def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "") -> None:
-        self._add(Gemm(batch, m, n, k, dtype, calls, attention))
+    def product(
+        self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "", fused: bool = False
+    ) -> None:  # fmt: skip
+        self._add(Gemm(batch, m, n, k, dtype, calls, attention, fused))
 
     def kernel(self, name: str, nbytes: int, elements: int, dtype: str) -> None:
         self._add(Kernel(name, nbytes, elements, dtype))
 
     def attention(
-        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int
+        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int,
+        fused: bool,
     ) -> None:  # fmt: skip
-        self._add(Attention(name, nbytes, elements, dtype, flops, width, given, more))
+        self._add(Attention(name, nbytes, elements, dtype, flops, width, given, more, fused))
 
     def memory(self, category: str, nbytes: int) -> None:
         self._add(Memory(category, nbytes))

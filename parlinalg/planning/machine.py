@@ -33,6 +33,8 @@ FOLDER = Path(__file__).parent / "machines"
 GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 HALVES = ("bfloat16", "float16")
 HOST_COPY, DISK_READ, DISK_WRITE = "copies to and from host memory", "reads from a disk", "writes to a disk"
+LIBRARY = "library"
+"""The value of `fused_attention` for the attention that this library computes in a fused kernel."""
 OFFLOADS = (HOST_COPY, DISK_READ, DISK_WRITE)
 """The kernels that move what is offloaded; their names are the causes of a step's time."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send")
@@ -159,6 +161,14 @@ def boolean(where: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _wrong(where, value, "true or false")
     return value
+
+
+def where_fused(where: str, value: Any) -> bool | str:
+    """Check which attention is counted as a fused kernel: true (all), "library" or false (none)."""
+    if not isinstance(value, bool) and value != LIBRARY:
+        raise _wrong(where, value, f'true (all of 16-bit floats), "{LIBRARY}" (what this library fuses) or false')
+    found: bool | str = value
+    return found
 
 
 def rate_of_kernel(where: str, value: Any) -> float | tuple[tuple[float, float], ...]:
@@ -569,9 +579,11 @@ class Machine:
         None where nothing is to be offloaded to one.
     attention : dict of str to FusedAttention
         By dtype of the queries.
-    fused_attention : bool
-        True if attention of such queries is counted as this kernel, which the library has by cuDNN where its package
-        is installed; else it writes blocks of scores to memory.  A file says so, or `with_fused_attention`.
+    fused_attention : bool or "library"
+        True to count all attention of such queries as this kernel, as other systems have it; "library" to count so what
+        this library gives to cuDNN where its package is installed: no dropout, no masks by tables or documents, no
+        zigzag rings, no few queries.  Other attention writes blocks of scores to memory.  A file says so, or
+        `with_fused_attention`.
     """
 
     name: str = key(word(), "the machine's name")
@@ -604,7 +616,9 @@ class Machine:
         table(lambda where, value: read(FusedAttention, where, value)),
         "a table [attention.DTYPE] a dtype, the rates of a fused kernel of attention", MappingProxyType({}),
     )  # fmt: skip
-    fused_attention: bool = key(boolean, "true to count attention as that kernel", False)
+    fused_attention: bool | str = key(
+        where_fused, 'true to count all attention as that kernel, "library" what this library gives to it', False
+    )
 
     def ranks_on_node(self, ranks: int) -> int:
         """Return how many of so many ranks are on one node: all without a network, else at most as many as it has."""
@@ -615,36 +629,48 @@ class Machine:
         each = (on_node if self.cores_of == "node" else size) / self.cores
         return max(1.0, math.ceil(each) if self.bound else each)
 
-    def core(self, rank: int, on_node: int) -> int:
-        """Return the core that a rank keeps where ranks are bound, counted over the nodes."""
-        if self.cores_of == "world":
-            return rank % self.cores
-        return rank // on_node * self.cores + rank % on_node % self.cores
+    def pool(self, rank: int, on_node: int) -> int:
+        """Return the number of the pool of cores that a rank is on: where ranks are bound, the core that it keeps,
+        counted over the nodes; else its node, or 0 where all ranks share the cores."""
+        node, turn = (0, rank) if self.cores_of == "world" else divmod(rank, on_node)
+        return node * self.cores + turn % self.cores if self.bound else node
+
+    @property
+    def pool_cores(self) -> int:
+        """The cores of a pool, on any of which its ranks may run."""
+        return 1 if self.bound else self.cores
 
     # -------------------------------------------------------------------------------------------- attention
-    def with_fused_attention(self) -> Machine:
+    def with_fused_attention(self, where: bool | str = True) -> Machine:
         """Return the machine with attention of 16-bit floats counted as one kernel of such products.
+
+        Parameters
+        ----------
+        where : bool or "library"
+            True for all such attention, "library" for that which this library computes so.
 
         Raises
         ------
         ConfigError
-            If the machine's file has no rates of such a kernel.
+            If the machine's file has no rates of such a kernel, or `where` is something else.
 
         >>> load_machine("h100").with_fused_attention().fuses("bfloat16")
         True
         """
-        if not self.attention:
+        where = where_fused("fused_attention", where)
+        if where and not self.attention:
             raise ConfigError(
                 f"the machine {self.name} has no rates of fused attention: add a table [attention.bfloat16] to its file"
             )
-        return replace(self, fused_attention=True)
+        return replace(self, fused_attention=where)
 
-    def fuses(self, dtype: str) -> bool:
-        """Return True if attention of queries of a dtype is counted as one kernel."""
-        return self._fused(dtype) is not None
+    def fuses(self, dtype: str, library: bool = True) -> bool:
+        """Return True if attention of queries of a dtype is counted as one kernel; `library` says that this library
+        would compute it so."""
+        return self._fused(dtype, library) is not None
 
-    def _fused(self, dtype: str) -> FusedAttention | None:
-        if not self.fused_attention:
+    def _fused(self, dtype: str, library: bool) -> FusedAttention | None:
+        if not self.fused_attention or (self.fused_attention == LIBRARY and not library):
             return None
         other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "")
         return self.attention.get(dtype) or self.attention.get(other)
@@ -710,7 +736,7 @@ class Machine:
             return kernel.nbytes / self.host.bandwidth
         if self.disk is not None and kernel.name in (DISK_READ, DISK_WRITE):
             return kernel.nbytes / (self.disk.read if kernel.name == DISK_READ else self.disk.write)
-        if isinstance(kernel, Attention) and (fused := self._fused(kernel.given)):
+        if isinstance(kernel, Attention) and (fused := self._fused(kernel.given, kernel.fused)):
             rates = sorted(fused.backward if kernel.name.endswith("backward") else fused.forward)
             through = kernel.nbytes / self.kernels.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
             return max(self.kernels.floor, through, kernel.flops / between(rates, kernel.width))
@@ -922,7 +948,7 @@ def parse_machine(text: str | bytes, name: str = "machine.toml") -> Machine:
             raise ConfigError(
                 f"{name}: attention.{dtype}: forward and backward need a row at least, such as [128, 5e14]"
             )
-    return made.with_fused_attention() if made.fused_attention else made
+    return made.with_fused_attention(made.fused_attention)
 
 
 def machine_text(machine: Machine, head: str = "") -> str:

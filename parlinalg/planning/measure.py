@@ -241,7 +241,7 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         place = "world" if shared else "node"
         return planning.Machine(
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound,
-            attention=attention, fused_attention=bool(attention),
+            attention=attention, fused_attention=planning.LIBRARY if attention else False,
         )  # fmt: skip
 
 

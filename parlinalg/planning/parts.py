@@ -167,6 +167,9 @@ class Part:
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     @property
     def rest(self) -> int:
@@ -179,9 +182,19 @@ class Part:
         return max(0, self.peak - self.rest - self.kept)
 
     def span(self, name: str) -> Trace:
-        """Return the part of the trace in the first span of a name; empty if there is none."""
-        found = cut(self.trace, name, most=1)
-        return found[0] if found else Trace(self.trace.rank, self.trace.size)
+        """Return the part of the trace in the first span of a name; empty if there is none.
+
+        It is the same object each time, by which a search knows what was timed.
+        """
+        return self._span(name)
+
+    def _span(self, name: str, more: tuple[Kernel, ...] = ()) -> Trace:
+        """Return a span with more kernels at its end."""
+        if (name, more) not in self._spans:
+            found = cut(self.trace, name, most=1)
+            rank, size = self.trace.rank, self.trace.size
+            self._spans[name, more] = Trace(rank, size, [*found[0].events, *more] if found else [])
+        return self._spans[name, more]
 
     def offloaded(self, places: Mapping[str, str], device: bool) -> Part:
         """Return the part with some of what it holds in host memory or on a disk, as `parlinalg.offload` does it.
@@ -236,16 +249,22 @@ class Part:
                 transient += min(own + terms, least * self.largest)
                 rest[place] += own + terms
                 weights, held = weights - own, held - terms
+        copies = {
+            span: tuple(Kernel(name, n, n, "uint8") for name, n in found.items() if n) for span, found in moves.items()
+        }
         events: list[Event] = []
         for event in self.trace.events:
-            if isinstance(event, Span) and not event.begins and event.name in moves:
-                events += [Kernel(name, n, n, "uint8") for name, n in moves[event.name].items() if n]
+            if isinstance(event, Span) and not event.begins:
+                events += copies.get(event.name, ())
             events.append(event)
-        return replace(
+        made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
             gradients=held, states=states, kept=kept, peak=weights + held + states + kept + transient,
             elsewhere=rest, elsewhere_kept=each, moves=moves,
         )  # fmt: skip
+        for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
+            made._spans[span, ()] = self._span(span, copies.get(span, ()))
+        return made
 
 
 def on_their_way(away: Bytes, block: Bytes) -> Bytes:

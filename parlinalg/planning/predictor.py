@@ -24,9 +24,9 @@ from parlinalg.train.recipes import SIZES
 from parlinalg.units import ITEMSIZE
 
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
-LONG = 12  # equal layers of a stage beyond which only some are traced:
-FEW, FEW_BESIDE = (4, 6), (6, 10)  # so many; where reductions or gathers go on beside passes
-HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which its stage is long too, and so many are traced
+LONG = 12  # equal layers of a stage beyond which two traces, of a few of them and of some more, stand for all:
+FEW, FEW_BESIDE = (4, 6), (6, 10)  # their layers; where reductions or gathers go on beside the passes
+HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done however few they are, and their layers
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
@@ -97,12 +97,13 @@ class Rest(NamedTuple):
     states: int
 
 
-def one_rank(dtype: str | None) -> Candidate:
-    return Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, dtype)
+def one_rank(dtype: str | None, recompute: str | None = None) -> Candidate:
+    """Return the candidate that uses one rank, without ZeRO and in one microbatch."""
+    return Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype)
 
 
 class Predictor:
-    """The predictor at candidates, with the traces they have in common."""
+    """Predicts what candidates take, and keeps the traces that they have in common."""
 
     def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch: int) -> None:
         self.config, self.ranks, self.batch = config, ranks, batch
@@ -113,13 +114,12 @@ class Predictor:
         self.traces = self.events = 0
         self._parts: dict[Any, Part] = {}
         self._runs: dict[tuple[int, str, bool, bool], tuple[float, Mapping[str, float]]] = {}
+        self._timelines: dict[tuple[int, bool], tuple[Trace, Timeline]] = {}  # traces by identity stay
         self._known: dict[str | None, tuple[list[Any], Any]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._of_model: dict[tuple[str | None, int], bool] = {}
         self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
         self._offloaded: dict[tuple[int, Offload], Part] = {}
-        self._last: tuple[Candidate | None, dict[Any, Part]] = None, {}
-        self._kept_alive: list[Part] = []  # runs are known by their identities
 
     @cached_property
     def _quick(self) -> Machine:
@@ -165,7 +165,7 @@ class Predictor:
     def alone(self, dtype: str | None) -> Rest:
         """Return the bytes of the whole model at rest on one rank.
 
-        Those of equal layers are traced of one and two: each further one adds its own parameters, gradients and states.
+        Of equal layers one and two are traced: each further one adds what the second added.
         """
         if dtype not in self._alone:
             keys = self.keys(dtype)
@@ -233,20 +233,17 @@ class Predictor:
         output."""
         dtype = self.config.precision.dtype
         keys = self.keys(dtype)
-        middle = len(keys) // 2
-        if ("kept", recompute) not in self._parts:
-            config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype).apply(self.config, 1)
-            known: dict[Any, Part] = {}
-            given: Between | None = None
-            for i, key in enumerate(keys[: middle + 1]):
-                if (key, given) not in known:
-                    fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
-                    known[key, given] = trace_part(
-                        fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
-                    )
-                self._parts["kept", recompute] = part = known[key, given]
-                given = part.output
-        part = self._parts["kept", recompute]
+        config = one_rank(dtype, recompute).apply(self.config, 1)
+        given: Between | None = None
+        for i, key in enumerate(keys[: len(keys) // 2 + 1]):
+            known = "kept", recompute, key, given
+            if known not in self._parts:
+                fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
+                self._parts[known] = trace_part(
+                    fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
+                )
+            part = self._parts[known]
+            given = part.output
         return float(part.kept), float(part.message)
 
     # -------------------------------------------------------------------------------------------- bounds
@@ -328,11 +325,18 @@ class Predictor:
         """Return the seconds of a span of a part, and those of its causes; messages of others may be pending."""
         key = id(part), span, quick, pending
         if key not in self._runs:
-            trace, machine = part.span(span), self._quick if quick else self.machine
-            trace.size = self.ranks
+            trace, machine = replace(part.span(span), size=self.ranks), self._quick if quick else self.machine
             run = timeline(trace, machine, on_node=self.node, pending=pending) if trace.events else None
             self._runs[key] = (0.0, {}) if run is None else (run.seconds, run.causes[run.slowest])
         return self._runs[key]
+
+    def _timed(self, trace: Trace, pending: bool) -> Timeline:
+        """Return the run of a trace, without its intervals: candidates with one form have many traces in common."""
+        key = id(trace), pending
+        if key not in self._timelines:
+            run = timeline(trace, self.machine, on_node=self.node, pending=pending)
+            self._timelines[key] = trace, replace(run, intervals=(), memory={})
+        return self._timelines[key][1]
 
     # -------------------------------------------------------------------------------------------- parts
     def kinds(self, c: Candidate) -> tuple[str, ...]:
@@ -359,14 +363,13 @@ class Predictor:
         cast = precision.communicate if c.dtype == precision.dtype else None
         return c.zero == 0 and cast is None and not self.config.gradient_handler
 
-    def _resting(self, part: Part, c: Candidate) -> Part:
+    def _offloading(self, part: Part, c: Candidate) -> Part:
         """Return a part with what a candidate offloads."""
         if not c.offload:
             return part
         key = id(part), c.offload
         if key not in self._offloaded:
             self._offloaded[key] = part.offloaded(dict(c.offload), self.target == "gpu")
-            self._kept_alive.append(part)
         return self._offloaded[key]
 
     def _part(self, key: Any, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
@@ -378,7 +381,7 @@ class Predictor:
         self, config: TrainingConfig, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
         skip: tuple[int, int] = (0, 0), **more: Any,
     ) -> Part:  # fmt: skip
-        """Return `trace_part` of a configuration on the machine's nodes; another software's kernels may replace its."""
+        """Return `trace_part` of a configuration on the machine's nodes; a subclass may put other kernels in it."""
         self.traces += 1
         config = replace(config, offload=OffloadConfig())  # `Part.offloaded` says what that changes
         if layers is not None and (found := self._fewer(config, layers, skip)) is not None:
@@ -399,15 +402,12 @@ class Predictor:
         ranks = c.width if bound else self.ranks
         config = c.apply(self.config, rows * c.data)
         keys = self.keys(c.dtype)
-        form = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
-        shape = (*form, c.zero, c.recompute, c.dtype, c.experts, c.order, rows)
+        shape = *_form(c), rows
         found: list[Part] = []
         given: Between | None = None
         for i, key in enumerate(keys):
             known = (shape, key, bound, given)
-            part = self._part(
-                known, config, ranks, rows * c.data, layers=(i, i + 1), given=given, update=not bound
-            )  # fmt: skip
+            part = self._part(known, config, ranks, rows * c.data, layers=(i, i + 1), given=given, update=not bound)
             found.append(part)
             given = part.output
         return found
@@ -417,7 +417,7 @@ class Predictor:
         """Return about what a candidate takes, by traces of its distinct layers."""
         whole = self._layers(c, bound=False)
         spec, config = self._short(c)
-        figures = [self._resting_figures(p, c) for p in whole]
+        figures = [self._offloading_figures(p, c) for p in whole]
         if c.zero == 3:  # a layer alone keeps the weights it gathered, of many layers few are gathered at once
             for figure, part, bare in zip(figures, whole, self._layers(c, bound=True), strict=True):
                 figure["kept"] = max(0.0, figure["kept"] - max(0, part.kept - bare.kept))
@@ -433,19 +433,15 @@ class Predictor:
         _, counts = self._schedule(spec, config)
         return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], spec)
 
-    def _resting_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
+    def _offloading_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
         """Return the figures of a part with what a candidate offloads: ranks wait for the copies."""
         made = self._figures(part, c.pipeline == 1, apart).copy()
         if not c.offload:
             return made
-        there = self._resting(part, c)
-        for name in ("weights", "gradients", "states", "kept", "transient"):
-            made[name] = getattr(there, name)
+        there = self._offloading(part, c)
+        made |= self._bytes(there)
         if "activations" in dict(c.offload):
             made["away"], made["block"] = part.away, part.block
-        for place in self.homes:
-            made[place] = there.elsewhere[place]
-            made[f"{place} kept"] = there.elsewhere_kept[place]
         for span, group in (("forward", "pass"), ("backward", "pass"), ("update", "update")):
             for cause, nbytes in there.moves[span].items():
                 if not nbytes:
@@ -458,6 +454,14 @@ class Predictor:
                     made["end"] += seconds
         return made
 
+    def _bytes(self, part: Part) -> Figures:
+        """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
+        names = "weights", "gradients", "states", "kept", "transient", "message"
+        made: Figures = {name: getattr(part, name) for name in names}
+        for place in self.homes:
+            made[place], made[f"{place} kept"] = part.elsewhere[place], part.elsewhere_kept[place]
+        return made
+
     def _figures(self, part: Part, alone: bool, apart: bool = True) -> Figures:
         """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows.
 
@@ -465,10 +469,7 @@ class Predictor:
         """
         if (id(part), alone, apart) in self._known_figures:
             return self._known_figures[id(part), alone, apart]
-        made: Figures = {
-            "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
-            "transient": part.transient, "message": part.message,
-        }  # fmt: skip
+        made = self._bytes(part)
         for span in ("forward", "backward", "reduce", "update", *["end"] * (alone and apart)):
             passes = span in ("forward", "backward")
             made[span], causes = self._run(part, span, pending=passes and not alone and self.ranks > self.node)
@@ -498,7 +499,7 @@ class Predictor:
             memory = _memory(*(round(one[k]) for k in ("weights", "gradients", "states", "kept", "transient")))
             spent = _causes([(c.microbatches - 1, one, "pass"), (1, one, "end")])
             moved = _in_step([(c.microbatches - 1, one, "pass"), (1, one, "end")])
-            away = {p: round(one.get(p, 0) + one.get(f"{p} kept", 0)) for p in self.homes}
+            away = {p: round(one[p] + one[f"{p} kept"]) for p in self.homes}
             return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False, **away)
         held = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
         local = 1 if self.ranks > self.node else 2
@@ -523,17 +524,7 @@ class Predictor:
             seconds, work = seconds + rounds * (seconds - before[0]), work + rounds * (work - before[1])
             flight = [n + rounds * (n - few) for n, few in zip(flight, dependencies(*less).held, strict=True)]
         bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
-        memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
-        messages = AHEAD * max(f["message"] for f in stages)
-        for r, own in enumerate(held):
-            rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
-            kept, buffers = flight[r] * max(f["kept"] for f in own), messages + max(f["transient"] for f in own)
-            here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
-            for p in away:
-                there = sum(f.get(p, 0) for f in own) + flight[r] * max(f.get(f"{p} kept", 0) for f in own)
-                away[p] = max(away[p], round(there))
-            if sum(here.values()) > sum(memory.values()):
-                memory, stage = here, r
+        memory, stage, away = self._fullest(held, flight)
         busiest = max(held, key=lambda own: sum(f["forward"] + f["backward"] for f in own))
         passes = c.microbatches / schedule.copies
         times: list[tuple[float, Figures, str]] = [(passes, f, "pass") for f in busiest]
@@ -547,6 +538,27 @@ class Predictor:
         moved = (words + ends[0] + sends // 4, across + ends[1] + sends * apart, within + ends[2] + sends * (not apart))
         shares = _as_shares(spent, seconds)
         return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False, **away)
+
+    def _fullest(
+        self, held: Sequence[Sequence[Figures]], flight: Sequence[float]
+    ) -> tuple[dict[str, int], int, dict[str, int]]:  # fmt: skip
+        """Return the memory of the fullest pipeline rank, which one it is, and the most that a rank has in each place.
+
+        `held` are the figures of each rank's stages, `flight` the microbatches that it holds at once.
+        """
+        memory: dict[str, int] = {}
+        stage, away = 0, dict.fromkeys(self.homes, 0)
+        messages = AHEAD * max(f["message"] for own in held for f in own)
+        for r, own in enumerate(held):
+            rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
+            kept, buffers = flight[r] * max(f["kept"] for f in own), messages + max(f["transient"] for f in own)
+            here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
+            for p in away:
+                there = sum(f[p] for f in own) + flight[r] * max(f[f"{p} kept"] for f in own)
+                away[p] = max(away[p], round(there))
+            if sum(here.values()) > sum(memory.values()):
+                memory, stage = here, r
+        return memory, stage, away
 
     def _replicas(self, c: Candidate, schedule: Schedule, held: Sequence[Figures], local: int) -> float:
         """Return the seconds in which a rank sums the gradients of its stages over a schedule's replicas."""
@@ -569,7 +581,7 @@ class Predictor:
         whole = self.batch // c.microbatches
         made: list[Figures] = []
         few_ = FEW_BESIDE if c.zero == 3 or c.pipeline == 1 else FEW
-        if self.weight(c) > HEAVY:
+        if self.events_of_layer(c) > HEAVY:
             few_ = FEW_HEAVY
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
@@ -583,29 +595,22 @@ class Predictor:
                         c, config, whole, layers=(a, b), skip=(first + few, last), given=given,
                         stage=0 if schedule is None else schedule.holder(s),
                     )  # fmt: skip
-                    figures.append(self._resting_figures(part, c, apart=c.microbatches == 1))
+                    figures.append(self._offloading_figures(part, c, apart=c.microbatches == 1))
                 known[key] = _line(figures, few_, last - first), part.output
             made.append(known[key][0])
             given = known[key][1]
         return replace(self._assembled(c, config, made, spec), traced=True)
 
     def _whole(self, c: Candidate, config: TrainingConfig, rows: int, **more: Any) -> Part:
-        """Return the trace of a candidate's stage; those of the last candidate are known, whatever it offloads."""
-        bare = replace(c, offload=())
-        if self._last[0] != bare:
-            self._last = bare, {}
-        key = tuple(sorted(more.items()))
-        if key not in self._last[1]:
-            self._last[1][key] = self.trace(config, self.ranks, rows, **more)
-            self._kept_alive.append(self._last[1][key])
-        return self._last[1][key]
+        """Return the trace of a candidate's stage: the same for all schedules, and whatever is offloaded."""
+        return self._part(("whole", *_form(c), rows, *sorted(more.items())), config, self.ranks, rows, **more)
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""
         long = (self.depth - 2) / c.pipeline > LONG or self._rounds(c) < c.microbatches
-        return long or self.weight(c) > HEAVY
+        return long or self.events_of_layer(c) > HEAVY
 
-    def weight(self, c: Candidate, bound: bool = False) -> int:
+    def events_of_layer(self, c: Candidate, bound: bool = False) -> int:
         """Return the events in the longest trace of a layer: a ring of 97 ranks has thousands in each."""
         return max(len(part.trace.events) for part in self._layers(c, bound))
 
@@ -614,9 +619,9 @@ class Predictor:
         return resolve(config, self.ranks), config
 
     def _short(self, c: Candidate) -> tuple[MeshSpec, TrainingConfig]:
-        """Return the mesh, with a schedule of so many microbatches that more of them repeat what is there."""
-        spec, config = self._spec(replace(c, microbatches=self._rounds(c), data=c.data))
-        return spec, c.apply(self.config, self.batch) if spec.schedule is not None else config
+        """Return the mesh, with a schedule of so many microbatches that more of them repeat what is there, and the
+        configuration with all of them."""
+        return self._spec(replace(c, microbatches=self._rounds(c)))[0], c.apply(self.config, self.batch)
 
     def _rounds(self, c: Candidate) -> int:
         """Return the microbatches that are simulated: all, or a few times the ranks of the pipeline."""
@@ -638,7 +643,7 @@ class Predictor:
         spec, config = self._spec(c)
         whole = rows * c.data
         if c.pipeline == 1:
-            part = self._resting(self._whole(c, config, whole), c)
+            part = self._offloading(self._whole(c, config, whole), c)
             run = self._alone_run(part, c.microbatches)
             seconds = run[0]
             memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
@@ -656,7 +661,7 @@ class Predictor:
             key = (tuple(keys[a:b]), given)
             if key not in known:
                 part = self._whole(c, config, whole, layers=(a, b), given=given, stage=schedule.holder(s))
-                known[key] = self._resting(part, c)
+                known[key] = self._offloading(part, c)
             parts.append(part := known[key])
             stages.append(Stage(part.span("forward"), part.span("backward"), None, part.message))
             given = part.output
@@ -677,22 +682,11 @@ class Predictor:
                 ends[r] = _joined(ends[r][0], _summed(ends[r][0], tuple(others), nbytes)), ends[r][1]
         made = pipeline_timeline(
             schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends],
-            places=spec.places, on_node=self.node,
+            places=spec.places, on_node=self.node, timed=self._timed,
         )  # fmt: skip
         assert made.simulation is not None
-        memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
-        messages = AHEAD * max(part.message for part in parts)
-        for r, held in enumerate(schedule.chunks):
-            of = [parts[k.stage] for k in held]
-            for p in away:
-                there = made.simulation.held[r] * max(part.elsewhere_kept[p] for part in of)
-                away[p] = max(away[p], there + sum(part.elsewhere[p] for part in of))
-            here = _memory(
-                sum(p.weights for p in of), sum(p.gradients for p in of), sum(p.states for p in of),
-                made.simulation.held[r] * max(p.kept for p in of), messages + max(p.transient for p in of),
-            )  # fmt: skip
-            if sum(here.values()) > sum(memory.values()):
-                memory, stage = here, r
+        figures = [[self._bytes(parts[k.stage]) for k in held] for held in schedule.chunks]
+        memory, stage, away = self._fullest(figures, made.simulation.held)
         passes = c.microbatches // schedule.copies
         busiest = max(
             range(c.pipeline),
@@ -744,10 +738,19 @@ class Predictor:
         )  # fmt: skip
 
 
+def _form(c: Candidate) -> tuple[Any, ...]:
+    """Return the choices of a candidate by which a layer's trace differs; its microbatches are told by their rows."""
+    cut = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+    return *cut, c.zero, c.recompute, c.dtype, c.experts, c.order
+
+
 def _linear_flops(model: Any, batch: int, inputs: Inputs) -> float:
-    """Return the operations of a step's products with weights: of f(s) = a s + b s² for s tokens, a."""
+    """Return operations that a step's products with weights have at least.
+
+    A language model's of s tokens are f(s) = a s + b s², of which a s are those with weights.
+    """
     if not inputs.language:
-        return 0.75 * _flops(model, batch, inputs)  # the first layer's input takes no gradient
+        return _flops(model, batch, inputs) * 2 / 3  # the first layer, which may be nearly all, gives no gradient on
     one, two = model.flops(1, 1), model.flops(1, 2)
     return float(batch * inputs.length * (2 * one - two / 2))
 
@@ -859,7 +862,9 @@ def _cuts(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _joined(*traces: Trace) -> Trace:
-    """Return traces one after the other, with calls numbered anew."""
+    """Return traces one after the other, with calls numbered anew; a single one as it is."""
+    if len(traces) == 1:
+        return traces[0]
     made = Trace(traces[0].rank, traces[0].size)
     offset = 0
     for trace in traces:

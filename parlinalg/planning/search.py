@@ -43,7 +43,8 @@ ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reac
 TRACES = 300  # of parts, for more than that
 EVENTS = 800_000  # that they have at most, beyond which no further one is begun: those of long rings are many
 EVENTS_FULL = 400_000  # likewise of traces in full
-PROOF = 1_500_000  # events of all that a proof traces, beyond which it is beyond reach too
+PROOF = 1_500_000  # events that a proof is foreseen to trace, beyond which it is beyond reach too
+PROVE = 1_000_000  # events after which it ends, if it takes more than was foreseen: about a minute
 BEAM = 4  # of the fastest ways to use the ranks that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
@@ -59,7 +60,7 @@ def plan_training(
     config: TrainingConfig | Mapping[str, Any] | str | Path, *, ranks: int,
     machine: Machine | str | PathLike[str] | None = None, memory: int | str | None = None,
     global_batch: int | None = None, best: int = 10, settings: Sequence[str] = (), exhaustive: bool = False,
-    fused_attention: bool = False,
+    fused_attention: bool | str = False,
 ) -> TrainingPlan:  # fmt: skip
     """Return the fastest ways to train a model on so many ranks of a machine.  Pure: nothing is computed or sent.
 
@@ -84,9 +85,11 @@ def plan_training(
         Values of the configuration to replace, as on the command line.
     exhaustive : bool
         Trace every candidate in full: for tests of the search.
-    fused_attention : bool
-        Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file: cuDNN's,
-        where its package is installed.  Without it the library writes blocks of scores to memory.
+    fused_attention : bool or "library"
+        Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file: True, all
+        of it, as other systems have it; "library", what this library gives to cuDNN where its package is installed (no
+        dropout, masks by tables, documents or zigzag rings).  Without it the machine's file says so; the library writes
+        blocks of scores to memory.
 
     Raises
     ------
@@ -101,7 +104,7 @@ def plan_training(
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(_named(checked) if machine is None else machine)
-    found = found.with_fused_attention() if fused_attention else found
+    found = found if fused_attention is False else found.with_fused_attention(fused_attention)
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     _check_places(checked, found)
@@ -240,7 +243,8 @@ class _Search:
         self.least: list[tuple[int, str, Planned]] = []  # what does not fit although it offloads
         self.no_room: list[tuple[int, str, Planned]] = []  # what would fit, but has no room for what it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
-        self.traced, self.proven = 0, True
+        self.in_full: set[Candidate] = set()  # those traced so, whatever became of them
+        self.proven = True
         self.unknown = False  # whether some cannot be imagined
         self.limited = not exhaustive and (predictor.ranks > ALL or self.candidates > MANY or self._endless())
 
@@ -279,7 +283,7 @@ class _Search:
         most = 0
         for frame in kinds.values():
             with suppress(ParlinalgError):  # told when the candidate comes up
-                most = max(most, self.predictor.weight(next(self.space.steps(frame)), bound=True))
+                most = max(most, self.predictor.events_of_layer(next(self.space.steps(frame)), bound=True))
         return most * (self.candidates + 4 * self.best * self.predictor.depth) > PROOF
 
     def _tired(self, share: float = 1.0) -> bool:
@@ -298,7 +302,7 @@ class _Search:
                 self.limited, self.predictor.traces, self.predictor.events = True, 0, 0
                 self._reach()
                 return
-            if proven or self.predictor.events > PROOF:  # more had to be traced than was foreseen
+            if proven or self.predictor.events > PROVE:  # more had to be traced than was foreseen
                 self.proven = proven
                 self.left = [(bound, c), *((b, other) for b, _, _, other in heap)]
                 return
@@ -527,8 +531,15 @@ class _Search:
         self.refused[why] += 1
         self.refused_of.setdefault(why, c)
 
+    @property
+    def traced(self) -> int:
+        """The number of candidates that were traced in full."""
+        return len(self.in_full)
+
     def _full(self, c: Candidate) -> None:
-        self.traced += 1
+        if c in self.in_full:
+            return
+        self.in_full.add(c)
         predict = self.predictor.stretched if self.limited and self.predictor.is_long(c) else self.predictor.full
         found = self._asked(c, predict)
         if found is None:

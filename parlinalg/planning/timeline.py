@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -359,7 +359,7 @@ class _Rank:
 
 
 def _about(event: Gemm | Kernel, machine: Machine) -> tuple[str, str]:
-    fused = isinstance(event, Attention) and machine.fuses(event.given)  # its work is products'
+    fused = isinstance(event, Attention) and machine.fuses(event.given, event.fused)  # its work is products'
     return ("gemm", "product") if fused or isinstance(event, Gemm) else ("kernel", event.name)
 
 
@@ -558,15 +558,11 @@ class _Run:
     def _beside(self, place: int) -> list[int]:
         """Return by representative how many of its ranks share cores with the rank `place`, itself included."""
         counts = [0] * len(self.ranks)
-        node = place // self.on_node
-        for r in range(self.size) if self.machine.cores_of == "world" else range(node * self.on_node, self.size):
-            here = self.machine.cores_of == "world" or r // self.on_node == node
-            if here and (not self.machine.bound or self._core(r) == self._core(place)):
+        pool = self.machine.pool(place, self.on_node)
+        for r in range(self.size):
+            if self.machine.pool(r, self.on_node) == pool:
                 counts[self.of_class.get(r, self.of_class[place])] += 1
         return counts
-
-    def _core(self, rank: int) -> int:
-        return self.machine.core(rank, self.on_node)
 
     def _room(self, rank: _Rank) -> float:
         """Return how many times as fast a rank computes as if all that share its cores computed.
@@ -582,8 +578,8 @@ class _Run:
         at_work = sum(n for n, load in zip(counts, loads, strict=True) if load == 1.0)
         others = sum(counts)
         waiting = sum(n * load for n, load in zip(counts, loads, strict=True)) - at_work
-        cores = 1 if self.machine.bound else self.machine.cores
-        return self.crowd * _speed_beside(others, at_work, waiting / max(1, others - at_work), cores)
+        mean = waiting / max(1, others - at_work)
+        return self.crowd * _speed_beside(others, at_work, mean, self.machine.pool_cores)
 
     def _load(self, rank: _Rank) -> float:
         """Return the share of a core that a rank takes if it can have it."""
@@ -621,7 +617,7 @@ class _Run:
         before = rank.next
         while rank.next < len(rank.events):
             event = rank.events[rank.next]
-            if isinstance(event, Gemm) and self.machine.fuses(event.attention):
+            if isinstance(event, Gemm) and self.machine.fuses(event.attention, event.fused):
                 rank.next += 1  # the kernel that follows has its work
                 continue
             if isinstance(event, Gemm | Kernel):
@@ -861,6 +857,7 @@ def pipeline_timeline(
     step: Sequence[Trace] = (),
     places: Sequence[Sequence[int]] | None = None,
     on_node: int | None = None,
+    timed: Callable[[Trace, bool], Timeline] | None = None,
 ) -> Timeline:
     """Return the run of a pipeline's step, by the simulation of its schedule with the traced times of its stages.
 
@@ -877,6 +874,8 @@ def pipeline_timeline(
         the world one after the other.
     on_node : int, optional
         As in `timeline`.
+    timed : callable, optional
+        From a trace, and whether messages are pending, to its run, if some are known; by default `timeline`.
 
     Raises
     ------
@@ -901,7 +900,8 @@ def pipeline_timeline(
             return None
         key = id(trace), passes and apart
         if key not in known:
-            known[key] = timeline(trace, machine, on_node=node, pending=key[1])
+            alone = timeline(trace, machine, on_node=node, pending=key[1]) if timed is None else timed(trace, key[1])
+            known[key] = alone
         return known[key]
 
     def seconds(trace: Trace | None, passes: bool = True) -> float:
@@ -961,30 +961,26 @@ def sharing(
 
     Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed, this
     share of a pass, goes faster then.  `places` are the ranks of the world at each place of the pipeline, the slowest
-    of which counts; places with as many ranks on each core are of one kind.  None where ranks have cores of their own,
-    or poll.
+    of which counts; places with as many ranks on each core (on each node where ranks keep none) are of one kind.  None
+    where ranks have cores of their own, or poll.
     """
-    crowd, together = machine.crowd(node, size), node if machine.cores_of == "node" else size
-    polled = machine.overlap.receiving
+    crowd, polled = machine.crowd(node, size), machine.overlap.receiving
     if crowd <= 1 or polled >= 1:
         return None
-    held = [frozenset(Counter(machine.core(r, node) for r in ranks if machine.bound).items()) for ranks in places]
+    held = [frozenset(Counter(machine.pool(r, node) for r in ranks).items()) for ranks in places]
     kinds = {own: kind for kind, own in enumerate(dict.fromkeys(held))}
-    on_core = [dict(own) for own in kinds]
+    in_pool = [dict(own) for own in kinds]
     every = Counter(kinds[own] for own in held)
-    beside = [[k for k, other in enumerate(on_core) if k == n or own.keys() & other] for n, own in enumerate(on_core)]
+    beside = [[k for k, other in enumerate(in_pool) if k == n or own.keys() & other] for n, own in enumerate(in_pool)]
     speeds: dict[tuple[int, ...], float] = {}
 
     def room(kind: int, working: Sequence[int]) -> float:
-        if not machine.bound:
-            at_work = min(together, max(1, round(working[0] * together / len(places)))) - 1
-            return crowd * _speed_beside(together - 1, at_work, polled, machine.cores)
-        taken = 0.0
-        for core in on_core[kind]:
-            whole = sum(every[k] * on_core[k].get(core, 0) for k in beside[kind])
-            load = sum(working[k] * on_core[k].get(core, 0) for k in beside[kind])
-            taken = max(taken, load + polled * (whole - load))
-        return crowd / taken
+        slowest = math.inf
+        for pool in in_pool[kind]:
+            whole = sum(every[k] * in_pool[k].get(pool, 0) for k in beside[kind])
+            load = sum(working[k] * in_pool[k].get(pool, 0) for k in beside[kind])
+            slowest = min(slowest, _speed_beside(whole - 1, load - 1, polled, machine.pool_cores))
+        return crowd * slowest
 
     def speed(kind: int, working: Sequence[int]) -> float:
         key = kind, *(working[k] for k in beside[kind])

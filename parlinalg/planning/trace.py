@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class Gemm:
     """`batch` products of m×k and k×n matrices; `calls` BLAS calls make them.
 
-    `attention` is the dtype of the queries whose scores they make or use, empty for all other products.
+    `attention` is the dtype of the queries whose scores they make or use, empty for all other products; `fused` as of
+    `Attention`.
     """
 
     batch: int
@@ -19,6 +20,7 @@ class Gemm:
     dtype: str
     calls: int = 1
     attention: str = ""
+    fused: bool = False
 
     @property
     def flops(self) -> int:
@@ -46,13 +48,15 @@ class Attention(Kernel):
 
     `flops` are the operations of the products on the pairs that are seen, without those that a block of scores then
     hides; `width` is the features of a head, `given` the dtype of the queries.  `more` are the bytes of scores and of
-    copies of blocks, which pass through memory where the kernel is not fused.
+    copies of blocks, which pass through memory where the kernel is not fused.  `fused` says that the library would take
+    its fused kernel for them on a GPU with cuDNN's package: not with dropout, say.
     """
 
     flops: int
     width: int
     given: str
     more: int = 0
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -803,3 +803,72 @@ def test_attention_counts_the_pairs_that_are_seen(ring):
     assert {e.attention for e in inside} == {"bfloat16"}
     blocks = sum(2 * width * e.elements * (2 if e.name.endswith("forward") else 5) for e in kernels)
     assert flops.total() < blocks == sum(e.flops for e in inside)
+
+
+@pytest.mark.serial
+def test_rotary_tables_without_values_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cosines of 8,192 positions in each layer were most of the time of a Llama's trace."""
+    with pla.imagine(1) as world:
+        grid = pla.Grid({"a": 1})
+        x = pla.zeros((1, 8, 2, 3, 16), grid, pla.Layout(None, None, None, None, None), "float32")
+        monkeypatch.delattr(np, "cos")
+        held = world.device.held
+        y = ops.rotary(pla.Tensor(x, requires_grad=True))
+        assert world.device.held == held + y.data.block.nbytes + 2 * 8 * 8 * 4  # cosines and sines are kept
+
+
+def _fused(x: Any, target: str = "gpu", order: str | None = None, **options: Any) -> set[tuple[str, bool]]:
+    """Return the passes of attention on an imagined device, and whether the library would fuse them."""
+    shape, dtype = x
+    with pla.imagine(2 if order else 1, what_if=pla.WhatIf(), target=target) as world:
+        grid = pla.Grid({"s": world.size})
+        layout = pla.Layout(None, "s" if order else None, None, None, None)
+        x = pla.Tensor(pla.zeros(shape, grid, layout, dtype), requires_grad=True)
+        with world.trace() as trace:
+            if order:
+                at = None if order == "contiguous" else pla.sequence_order(shape[1], 2, order)
+                y = ops.ring_attention(x, axis="s", positions=at, **options)
+            else:
+                y = ops.attention(x, **options)
+            ops.sum(y).backward()
+    found: set[tuple[str, bool]] = set()
+    inside: set[bool] = set()
+    for e in trace.events:
+        if isinstance(e, Gemm) and e.attention:
+            inside.add(e.fused)
+        elif isinstance(e, Attention):
+            assert inside == {e.fused}  # as its products
+            found.add((e.name.partition(".")[2], e.fused))
+            inside = set()
+    return found
+
+
+LONG = (2, 256, 2, 3, 16)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("shape", "options", "fused"),
+    [
+        (LONG, {}, True), (LONG, {"causal": True, "window": 40}, True), (LONG, {"order": "contiguous"}, True),
+        (LONG, {"order": "contiguous", "causal": True}, True), (LONG, {"target": "cpu"}, False),
+        (LONG, {"dtype": "float32"}, False), (LONG, {"keep_scores": True}, False), (LONG, {"window": 40}, False),
+        (LONG, {"dropout": lambda shape, at: np.ones(shape)}, False), (LONG, {"documents": [100, 156]}, False),
+        (LONG, {"mask": np.tri(256, dtype=bool)}, False), (LONG, {"key_padding": np.ones((2, 256), bool)}, False),
+        (LONG, {"order": "zigzag", "causal": True}, False),
+        ((2, 63, 2, 3, 16), {}, False), ((2, 64, 2, 3, 16), {}, True), ((2, 256, 2, 3, 12), {}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_traces_tell_where_attention_is_fused(shape: tuple[int, ...], options: dict[str, Any], fused: bool) -> None:
+    """Where the library gives 16-bit attention on a GPU to cuDNN, and where products compute it."""
+    options = dict(options)
+    found = _fused((shape, options.pop("dtype", "bfloat16")), **options)
+    assert found == {("forward", fused), ("backward", fused)}
+
+
+@pytest.mark.serial
+def test_traces_tell_of_each_piece_of_a_ring() -> None:
+    """Striped: of a rank's own keys a query sees those up to its place, of another's one fewer, which cuDNN refuses."""
+    found = _fused((LONG, "bfloat16"), order="striped", causal=True)
+    assert found == {(name, fused) for name in ("forward", "backward") for fused in (True, False)}

@@ -145,6 +145,10 @@ def test_fused_attention_has_its_rates() -> None:
     fused = machine.with_fused_attention()
     assert parse_machine(machine_text(fused)) == fused
     assert [fused.fuses(dtype) for dtype in ("bfloat16", "float16", "float32", "")] == [True, True, False, False]
+    library = machine.with_fused_attention("library")
+    assert parse_machine(machine_text(library)) == library
+    assert [library.fuses("bfloat16", own) for own in (True, False)] == [True, False]
+    assert [fused.fuses("bfloat16", own) for own in (True, False)] == [True, True]
 
     def seconds(name: str, flops: int, width: int, nbytes: int = 8, given: str = "float16") -> float:
         event = Attention(f"attention.{name}", nbytes, 4, "float32", flops, width, given)
@@ -157,8 +161,11 @@ def test_fused_attention_has_its_rates() -> None:
     assert seconds("forward", 10**6, 64, given="float32") == seconds("forward", 0, 64)
     with pytest.raises(ConfigError, match=r"round has no rates of fused attention: add a table \[attention.bfloat16\]"):
         round_machine().with_fused_attention()
-    with pytest.raises(ConfigError, match="round has no rates of fused attention"):
-        parse_machine(f"fused_attention = true\n{text()}")
+    for where in ("true", '"library"'):
+        with pytest.raises(ConfigError, match="round has no rates of fused attention"):
+            parse_machine(f"fused_attention = {where}\n{text()}")
+    with pytest.raises(ConfigError, match=r"""m.toml: fused_attention = 'own': it should be true .*"library" """):
+        parse_machine(f'fused_attention = "own"\n{text()}', "m.toml")
 
 
 def test_machines_that_are_not_there(tmp_path: Path) -> None:

@@ -44,9 +44,14 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "TURN_SECONDS", (0.0005, 0.001))
 
 
+FUSED = {"forward 64": 2e12, "backward 64": 1e12, "forward 128": 0.0, "backward 128": 0.0}
+
+
 @pytest.mark.timeout(150)
-def test_measured_machine(brief, world, backend) -> None:
+def test_measured_machine(brief, world, backend, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "_fused_attention", lambda backend: FUSED)
     found = measure.measure_machine(world, "here")
+    assert found.fused_attention == "library"
     assert parse_machine(machine_text(found), "here.toml").name == "here"
     points = len(found.gemm["float32"].points)
     assert points == 3 if backend == "numpy" else 1 <= points <= 3  # of a GPU those that take longer than a launch

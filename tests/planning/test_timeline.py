@@ -88,6 +88,10 @@ def test_fused_attention_is_one_product() -> None:
     fused = timeline(Trace(0, 1, events), machine.with_fused_attention())
     assert fused.seconds == pytest.approx(1 + 3 + 1 + 4)
     assert dict(fused.shares())["products"] == pytest.approx(5 / 9)
+    library = machine.with_fused_attention("library")
+    assert timeline(Trace(0, 1, events), library).seconds == plain.seconds
+    taken = [replace(e, fused=True) if isinstance(e, Gemm | Attention) else e for e in events]
+    assert timeline(Trace(0, 1, taken), library).seconds == fused.seconds
 
 
 def test_blocking_communication_is_exposed() -> None:
@@ -254,7 +258,8 @@ def test_ranks_that_are_bound_keep_a_core(at_work: tuple[int, ...], seconds: flo
     assert timeline(Trace(0, 5, [SECOND]), machine).seconds == pytest.approx(3)
     spread = replace(machine, ranks_per_node=1, cores_of="world")
     assert timeline(traces, spread).seconds == pytest.approx(seconds)
-    assert [machine.core(r, 3) for r in range(6)] == [0, 1, 0, 2, 3, 2]
+    assert [machine.pool(r, 3) for r in range(6)] == [0, 1, 0, 2, 3, 2]
+    assert [replace(machine, bound=False).pool(r, 3) for r in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
 def test_cores_are_shared_within_a_node() -> None:
@@ -481,6 +486,15 @@ def test_stages_that_wait_leave_their_cores(receiving: float, alone: float) -> N
     assert found.causes[0] == pytest.approx({"other kernels": 3 * alone, "idle": 9 * alone})
     many = pipeline_timeline(make_schedule("1f1b", 4, 8), [stage(1.0)] * 4, machine)
     assert 8 * 3 * 2 < many.seconds <= 11 * 3 * 2 + 1e-9  # all compute most of the time
+
+
+@pytest.mark.parametrize(("places", "seconds"), [(((0, 1), (2, 3)), 2 * 2 * 3), (((0, 2), (1, 3)), 2 * 3)])
+def test_stages_share_the_cores_of_their_node(places: tuple[tuple[int, ...], ...], seconds: float) -> None:
+    """Two stages of two ranks, one at work at a time, on two nodes with a core each: on one of them, or on both."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
+    machine = replace(round_machine(cores=1), overlap=overlap)
+    found = pipeline_timeline(make_schedule("gpipe", 2, 1), [stage(1.0)] * 2, machine, places=places)
+    assert found.seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("places", "seconds"), [(((0, 1), (2, 3)), 2 * 3), (((0, 2), (1, 3)), 2 * 2 * 3)])

@@ -69,6 +69,9 @@ def rotary_tables(frequencies: np.ndarray, positions: range | np.ndarray, like: 
     Angles are float64; the tables are in the working dtype of `like`, where it lies.
     """
     xp, work = namespace(like), work_dtype(like.dtype)
+    if not backend_of(like).values:  # to compute what is then dropped was a third of a Llama's trace
+        shape = len(positions), len(frequencies)
+        return xp.empty(shape, work), xp.empty(shape, work)
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
     return xp.asarray(np.cos(angles).astype(work)), xp.asarray(np.sin(angles).astype(work))
 

@@ -535,7 +535,7 @@ def _(
 
     if keep or not cuda.ready(q, k, v) or not k.size:
         return NotImplemented
-    if (band := _fused_band(q, k, visible, dropped, limits)) is not None:
+    if (band := _fused_band((q, k, v), visible, dropped, limits, keep)) is not None:
         found = cudnn.attention(q, k, v, band, scale)
         if found is not None:
             count(forward=_pairs_seen(q, k, visible))
@@ -566,26 +566,29 @@ def _(
 
     if kept is not None or not cuda.ready(q, k, v) or not k.size:
         return NotImplemented
-    if (band := _fused_band(q, k, visible, dropped, limits)) is not None:
-        alike = all(x.dtype == q.dtype for x in (dout, out))
-        if alike and cudnn.attention_grad(dout, q, k, v, out, lse, into, band, scale, add):
-            count(backward=_pairs_seen(q, k, visible))
-            return None
+    band = _fused_band((q, k, v, dout, out), visible, dropped, limits, kept is not None)
+    if band is not None and cudnn.attention_grad(dout, q, k, v, out, lse, into, band, scale, add):
+        count(backward=_pairs_seen(q, k, visible))
+        return None
     DeviceTask(q, k, visible, scale, limits).backward(dout, q, k, v, out, lse, into, dropped, add, poll)
     return None
 
 
 def _fused_band(
-    q: Block, k: Block, visible: Visible, dropped: Dropped | None, limits: Limits | None
+    blocks: tuple[Block, ...], visible: Visible, dropped: Dropped | None, limits: Limits | None, kept: bool
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Return the band of pairs that a fused kernel is to compute; None where products compute them.
+    """Return the band of pairs that a fused kernel is to compute, where cuDNN's package is; None where products do.
 
-    A few queries, as in generation, are not worth one: each size has its own, and sizes change from call to call.
+    `blocks` are q, k and v, of a backward pass with the gradient of the result and the result; `kept` says that scores
+    are kept.  A few queries, as in generation, are not worth a kernel: each size has its own, and sizes change from
+    call to call.
     """
+    q, k = blocks[:2]
     few = q.shape[1] < tunables.FUSED_QUERIES
-    if few or dropped is not None or limits is not None or not is_half(q.dtype):
+    if kept or few or dropped is not None or limits is not None or not (is_half(q.dtype) and cuda.ready(*blocks)):
         return None
-    return visible.band(q.shape[1], k.shape[1])
+    band = visible.band(q.shape[1], k.shape[1])
+    return band if band is not None and cudnn.takes(q, k, band) else None
 
 
 def _pairs_seen(q: Block, k: Block, visible: Visible) -> int:
@@ -595,12 +598,13 @@ def _pairs_seen(q: Block, k: Block, visible: Visible) -> int:
 
 def _tell(
     device: ShapesBackend, task: _Task, products: int, name: str, blocks: tuple[Block, ...], given: np.dtype[Any],
-    kept: bool,
+    kept: bool, fused: bool,
 ) -> None:  # fmt: skip
     """Tell a device of a pass: so many products of each block of queries and its keys, and a kernel of the scores.
 
     On a GPU, unless scores are kept, the products of 16-bit floats are such, and the kernel reads their scores, in the
     backward pass also their gradients, and writes them in the blocks' dtype (`device`): a fused kernel would not.
+    `fused` says that such a kernel is to compute them, where there is one.
     """
     width, scores, seen = task.width, 0, 0
     apart = device.cuda and not kept
@@ -620,7 +624,7 @@ def _tell(
     for (m, n), batch in shapes.items():
         for i in range(products):  # of both kinds in turn: scores by features, features by scores
             columns, inner = (n, width) if i % 2 == 0 else (width, n)
-            device.product(batch, m, columns, inner, dtype, calls[m, n], given)
+            device.product(batch, m, columns, inner, dtype, calls[m, n], given, fused)
     task.pairs += scores
     nbytes, more = sum(x.nbytes for x in blocks if x is not None), 0
     if apart:  # and copies: of the blocks by heads, and of results and their gradients in the working dtype
@@ -629,7 +633,7 @@ def _tell(
         copies, wide = (size + others, 3 * size) if products == 2 else (2 * size + others, 6 * size + 2 * others)
         more = copies * given.itemsize + wide * task.work.itemsize
         more += products // 2 * scores * (task.work.itemsize + given.itemsize)
-    device.attention(name, nbytes, scores, task.work, 2 * products * width * seen, width, given, more)
+    device.attention(name, nbytes, scores, task.work, 2 * products * width * seen, width, given, more, fused)
 
 
 @forward.shapes
@@ -641,12 +645,13 @@ def _(
     with device.unseen():
         task = _Task(q, k, visible, scale, limits)
         task.ones = None
+        fused = _fused_band((q, k, v), visible, dropped, limits, keep) is not None
     kept = device.empty((task.places(),), task.work) if keep else None
     out = device.empty(q.shape, task.work if wide else q.dtype)
     lse = device.empty((task.batch, task.heads, task.group, task.queries), task.work)
     if poll is not None:
         poll()
-    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept), q.dtype, keep)
+    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept), q.dtype, keep, fused)
     count(forward=task.pairs)
     return out, lse, kept
 
@@ -660,10 +665,12 @@ def _(
     with device.unseen():
         task = _Task(q, k, visible, scale, limits)
         task.ones = None
+        fused = _fused_band((q, k, v, dout, out), visible, dropped, limits, kept is not None) is not None
     if poll is not None:
         poll()
     blocks = dout, q, k, v, out, lse, kept, *into
-    _tell(device, task, 4 if kept is not None else 5, "attention.backward", blocks, q.dtype, kept is not None)
+    products = 4 if kept is not None else 5
+    _tell(device, task, products, "attention.backward", blocks, q.dtype, kept is not None, fused)
     count(backward=task.pairs)
 
 
