@@ -524,7 +524,7 @@ def minres(
     z = s.preconditioned(v)
     size = _length(s, v, z, 0)
     if M is not None:
-        if s.values and (lost := (size == 0) & (s.vectors.norm(v) > 0)).any():
+        if (lost := (s.vectors.norm(v) > 0) & (size == 0)).any():
             raise LinAlgError(f"minres takes positive definite M: rᴴ M r = 0 in iteration 1{s.at(lost)}")
         s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b), 0), atol)
     old_v, old_size, left = v, np.ones(systems), size
