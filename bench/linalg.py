@@ -42,6 +42,7 @@ SQUARE = {
     "solve": ("scalapack", "dask"),
     "triangular": ("scalapack", "heat", "dask"),
     "qr": ("scalapack", "heat"),
+    "pivoted-qr": ("scalapack",),
     "eigh": ("scalapack", "heat"),
     "svd": ("scalapack", "heat"),
     "cg": (),
@@ -50,6 +51,7 @@ SQUARE = {
 TALL = {
     "lu": ("scalapack",),
     "qr": ("scalapack", "heat", "dask"),
+    "pivoted-qr": ("scalapack",),
     "lstsq": ("scalapack", "dask"),
     "svd": ("scalapack", "heat", "dask"),
 }
@@ -63,6 +65,7 @@ OPERATIONS = {
     "solve": lambda m, n: 2 * n**3 / 3 + 32 * n * n,
     "triangular": lambda m, n: 16 * n * n,
     "qr": lambda m, n: 4 * n * n * (m - n / 3),
+    "pivoted-qr": lambda m, n: 4 * n * n * (m - n / 3),
     "lstsq": lambda m, n: 2 * n * n * (m - n / 3),
 }
 """Floating-point operations of the routines for which all count the same ones, by Householder's QR."""
@@ -216,7 +219,9 @@ def on_gpu(args: argparse.Namespace, sizes: list[tuple[int, int]]) -> dict[str, 
         for m, n in sorted(sizes, key=lambda s: s[0] * s[1] * s[1])
         for routine in args.routines
         for dtype in ([args.dtype] if args.dtype else ["float64", "float32"])
-        if routine in (SQUARE if m == n else TALL) and routine != "cg" and not (routine == "svd" and n > 4096)
+        if routine in (SQUARE if m == n else TALL)
+        and routine not in ("cg", "pivoted-qr")
+        and not (routine == "svd" and n > 4096)
     ]
     for _ in range(args.rounds):
         for name in [name for name in args.pieces if name not in missing]:

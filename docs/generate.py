@@ -14,11 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from parlinalg.array import functions
-from parlinalg.grid import default_layout
 from parlinalg.layout import coordinates
-from parlinalg.linalg import costs
 from parlinalg.linalg.planner import plan_linalg
-from parlinalg.linalg.tiles import Deal
 from parlinalg.schemes import discover, scheme_words, table_of_schemes
 from parlinalg.schemes.scheme import Scheme
 from parlinalg.train import config
@@ -114,9 +111,7 @@ def words_of_factorizations() -> str:
     def rows() -> Iterator[tuple[str, ...]]:
         n, sizes = 4096, {"r": 4, "c": 4}
         counted = {f"`{name}`": (formula, plan_linalg(name, n, sizes=sizes).costs) for name, formula in LINALG.items()}
-        deal = Deal(sizes, costs.PIVOTED, "wide")
-        pivoted = costs.pivoted(costs.Costs(deal), default_layout(tuple(sizes), (n, n)), (n, n))
-        counted["`qr(A, pivoting=True)`"] = PIVOTED, pivoted
+        counted["`qr(A, pivoting=True)`"] = PIVOTED, plan_linalg("qr", n, sizes=sizes, pivoting=True).costs
         for name, (formula, found) in counted.items():
             most = int(found.words.argmax())
             yield (

@@ -1,10 +1,10 @@
 """Solving and factoring by one library, timed: `linalg.py LIBRARY ROUTINE M N REPEATS DTYPE [memory]`.
 
 LAPACK (by SciPy) in one process; parlinalg and Heat under mpiexec; Dask with one thread a rank (`BENCH_WORKERS`).  `qr`
-makes Q and R, `solve`, `triangular` and `lstsq` have 16 right-hand sides, `eigh` and `svd` make vectors, and `cg` is
-one of 20 iterations.  A repeat takes from a barrier to a rank's end, the longest time of all ranks, as ScaLAPACK's
-does, from arrays at rest to arrays at rest.  After each repeat of `cg` all ranks read their parts of the matrix once,
-as a product with a vector (`gemv`) and as one long sum of squares (`read`), in seconds.
+and `pivoted-qr` make Q and R, `solve`, `triangular` and `lstsq` have 16 right-hand sides, `eigh` and `svd` make
+vectors, and `cg` is one of 20 iterations.  A repeat takes from a barrier to a rank's end, the longest time of all
+ranks, as ScaLAPACK's does, from arrays at rest to arrays at rest.  After each repeat of `cg` all ranks read their parts
+of the matrix once, as a product with a vector (`gemv`) and as one long sum of squares (`read`), in seconds.
 
 With `memory` nothing is timed.  The memory of a rank is the most that it holds in a run, above what it held before its
 arrays were made, over the bytes of its blocks of the arrays that go in and come out; memory that ranks have in common
@@ -70,6 +70,7 @@ def lapack(m: int, n: int) -> Piece:
         "solve": lambda: linalg.lu_solve(linalg.lu_factor(a, **unchecked), b, **unchecked),
         "triangular": lambda: linalg.solve_triangular(a, b, **unchecked),
         "qr": lambda: linalg.qr(a, mode="economic", **unchecked),
+        "pivoted-qr": lambda: linalg.qr(a, mode="economic", pivoting=True, **unchecked),
         "lstsq": lambda: linalg.lstsq(a, b, lapack_driver="gelsd", **unchecked),
         "eigh": lambda: linalg.eigh(a, driver="evd", **unchecked),
         "svd": lambda: linalg.svd(a, full_matrices=False, **unchecked),
@@ -101,6 +102,7 @@ def parlinalg(m: int, n: int) -> Piece:
         "solve": lambda: linalg.solve(a, b),
         "triangular": lambda: linalg.solve_triangular(a, b),
         "qr": lambda: linalg.qr(a),
+        "pivoted-qr": lambda: linalg.qr(a, pivoting=True),
         "lstsq": lambda: linalg.lstsq(a, b),
         "eigh": lambda: linalg.eigh(a),
         "svd": lambda: linalg.svd(a, full_matrices=False),

@@ -1,6 +1,6 @@
 /* One piece of bench/linalg.py: ScaLAPACK's routines in float64, or with -DSINGLE in float32, on the squarest grid.
  * usage: mpirun -n P scalapack ROUTINE M N REPEATS NB   (built by bench/linalg.py with mpicc and libscalapack-openmpi-dev)
- * ROUTINE: cholesky, lu, solve, triangular, qr, lstsq, eigh, svd.  qr makes Q and R, solve, triangular and lstsq have
+ * ROUTINE: cholesky, lu, solve, triangular, qr, pivoted-qr, lstsq, eigh, svd.  qr and pivoted-qr make Q and R, solve, triangular and lstsq have
  * 16 right-hand sides, and eigh and svd make vectors.  Rank 0 prints JSON: the seconds of every repeat, the longest over
  * the ranks. */
 #include <mpi.h>
@@ -28,6 +28,7 @@ void P(potrf)(const char *, I, Real *, I, I, I, int *);
 void P(getrf)(I, I, Real *, I, I, I, int *, int *);
 void P(gesv)(I, I, Real *, I, I, I, int *, Real *, I, I, I, int *);
 void P(geqrf)(I, I, Real *, I, I, I, Real *, Real *, I, int *);
+void P(geqpf)(I, I, Real *, I, I, I, int *, Real *, Real *, I, int *);
 void P(orgqr)(I, I, I, Real *, I, I, I, Real *, Real *, I, int *);
 void P(trtrs)(const char *, const char *, const char *, I, I, Real *, I, I, I, Real *, I, I, I, int *);
 void P(gels)(const char *, I, I, I, Real *, I, I, I, Real *, I, I, I, Real *, I, int *);
@@ -95,14 +96,18 @@ int main(int argc, char **argv) {
     int k = m < n ? m : n, eigh = !strcmp(what, "eigh"), svd = !strcmp(what, "svd");
     int heavy = !strcmp(what, "cholesky") || !strcmp(what, "triangular"); /* on the diagonal */
     Matrix a = matrix(m, n, heavy ? 2.0 * n : 0), b = matrix(m, columns, 0), u, v;
-    int *pivots = malloc((size_t)(m + nb) * sizeof(int));
+    int *pivots = malloc((size_t)(m + n + nb) * sizeof(int));
     Real *tau = room(n + nb), *values = room(k);
     if (eigh || svd) u = matrix(m, k, 0);
     if (svd) v = matrix(k, n, 0);
     Real ask[2] = {0, 0}, more[2] = {0, 0}; /* what the work arrays need */
     int minus = -1, ints[2] = {1, 1};
-    if (!strcmp(what, "qr")) {
-        P(geqrf)(&m, &n, a.now, &one, &one, a.desc, tau, ask, &minus, &info);
+    int pivoting = !strcmp(what, "pivoted-qr");
+    if (!strcmp(what, "qr") || pivoting) {
+        if (pivoting)
+            P(geqpf)(&m, &n, a.now, &one, &one, a.desc, pivots, tau, ask, &minus, &info);
+        else
+            P(geqrf)(&m, &n, a.now, &one, &one, a.desc, tau, ask, &minus, &info);
         P(orgqr)(&m, &k, &k, a.now, &one, &one, a.desc, tau, more, &minus, &info);
         if (more[0] > ask[0]) ask[0] = more[0];
     } else if (!strcmp(what, "lstsq"))
@@ -130,8 +135,11 @@ int main(int argc, char **argv) {
             P(gesv)(&n, &columns, a.now, &one, &one, a.desc, pivots, b.now, &one, &one, b.desc, &info);
         else if (!strcmp(what, "triangular"))
             P(trtrs)("U", "N", "N", &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, &info);
-        else if (!strcmp(what, "qr")) {
-            P(geqrf)(&m, &n, a.now, &one, &one, a.desc, tau, work, &size, &info);
+        else if (!strcmp(what, "qr") || pivoting) {
+            if (pivoting)
+                P(geqpf)(&m, &n, a.now, &one, &one, a.desc, pivots, tau, work, &size, &info);
+            else
+                P(geqrf)(&m, &n, a.now, &one, &one, a.desc, tau, work, &size, &info);
             P(orgqr)(&m, &k, &k, a.now, &one, &one, a.desc, tau, work, &size, &info);
         } else if (!strcmp(what, "lstsq"))
             P(gels)("N", &m, &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, work, &size, &info);

@@ -48,6 +48,10 @@ def add(commands: Commands) -> None:
         if name in ("solve", "lstsq"):
             routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
         routine.add_argument("--block", type=int, metavar="B", help="rows and columns of a tile, to take these")
+        if name == "qr":
+            routine.add_argument(
+                "--pivoting", action="store_true", help="with column pivoting, A[:, p] = Q R, which takes no --block"
+            )
         if name in ("cholesky", "lu", "solve"):
             routine.add_argument(
                 "--depth", type=int, metavar="D", help="layers of ranks that hold the whole matrix (2.5D)"
@@ -147,7 +151,7 @@ def run_routine(args: argparse.Namespace) -> int:
         args.routine, *args.size, ranks=args.ranks, sizes=None if args.grid is None else _grid(args.grid),
         sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
         near=False if args.apart else None, machine=constants, rate=rate,
-        depth=getattr(args, "depth", None),
+        depth=getattr(args, "depth", None), pivoting=getattr(args, "pivoting", False),
     )  # fmt: skip
     if speaks():
         tell(plan.explain())

@@ -163,7 +163,10 @@ def candidates(routine: str, m: int, n: int, R: int, C: int) -> list[int]:
 
 
 def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: Machine, D: int = 1) -> Time:
-    """Return the time that the model predicts for tiles of b rows, without the trips to work and home."""
+    """Return the time that the model predicts for tiles of b rows, without the trips to work and home.
+
+    The routine "pivoted" is QR factorization with column pivoting, whose steps are columns.
+    """
     k, ranks = min(m, n), R * C * D
     steps = max(1, -(-k // b))
     down, across = math.log2(R), math.log2(C)
@@ -177,6 +180,12 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
         calls = k * 2 * sides * 2 * math.log2(ranks)
         words = 2 * sides * 2 * (m + n) / 2 * k / 2 * (ranks > 1)
         return Time(2 * sides * flops / ranks * most, 0, constants.word * words, constants.call * calls)
+    if routine == "pivoted":  # half of the operations are products with vectors, as in panels, on all ranks
+        calls, words = 2 * math.log2(C), m * k - k**2 / 2 + 3 * k * (C - 1)
+        return Time(
+            flops / ranks * most * (1 + constants.depth / b), constants.slowness * flops / ranks * most,
+            constants.word * words * (C > 1), (constants.step + constants.call * calls) * max(1, k),
+        )  # fmt: skip
     received = left * (C > 1) + below * (R > 1)
     if routine in ("cholesky", "solve_triangular"):
         flops, work = flops / 2, b * left * (SOLVED if routine == "cholesky" else 1)

@@ -604,6 +604,12 @@ def qr(
     return costs
 
 
+def by_triangle(shape: tuple[int, int]) -> bool:
+    """Return True if `qr` with pivoting, but for a complete Q, chooses the columns of R of a factorization without."""
+    m, n = shape
+    return m > LONG * n and n > 0
+
+
 def pivoted(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, order: Numbers | None = None, mode: str = "reduced",
     trees: Collection[int] = (), sound: bool = True,
@@ -619,7 +625,7 @@ def pivoted(
         The permutation p, which says who sends which reflection; by default no column is exchanged.
     """
     (m, n), k = shape, min(shape)
-    if mode != "complete" and m > LONG * n and n:
+    if mode != "complete" and by_triangle(shape):
         return _pivoted_triangle(costs, layout, shape, order, mode, trees, sound)
     costs = costs.turned(deal := Deal(costs.deal.sizes, PIVOTED, "wide"))
     rows, columns = deal.rows(m), deal.columns(n)

@@ -110,7 +110,12 @@ class Vectors:
         return found if has_values(found) else np.ones(found.shape, found.dtype)
 
     def dots(self, x: Block, y: Block) -> Any:
-        """Return this rank's terms of the inner products xᴴ y."""
+        """Return this rank's terms of the inner products xᴴ y, in double precision.
+
+        Squares of single precision leave its range beyond 1e19 and below 1e-19.
+        """
+        if x.dtype != self.dtype:
+            x, y = (wide := x.astype(self.dtype)), wide if y is x else y.astype(self.dtype)
         return self.like.xp.vdot(x, y) if self.one else (x.conj() * y).sum(axis=-2)
 
     def products(self, *pairs: tuple[DistArray, DistArray]) -> np.ndarray:
@@ -338,8 +343,10 @@ class _System:
             self.r = b.copy()
         else:
             shape = self._back(b).shape
-            if getattr(x0, "shape", None) not in (shape, *([(n,), (n, 1)] if b.ndim == 1 else [])):
-                raise ValueError(f"{name}: x0 has the shape of the solution, {shape}, not {getattr(x0, 'shape', x0)}")
+            if not isinstance(x0, DistArray):
+                raise ValueError(f"{name}: x0 is a DistArray of the solution's shape, {shape}, not {x0!r}")
+            if x0.shape not in (shape, *([(n,), (n, 1)] if b.ndim == 1 else [])):
+                raise ValueError(f"{name}: x0 has the shape of the solution, {shape}, not {x0.shape}")
             self.x = self._like(reshape(x0.summed(), b.shape), "x0").copy()
             self.r = b - self.times(self.x)
         norm = self.vectors.norm(b)
@@ -435,7 +442,7 @@ def cg(
     -------
     x : DistArray
     info : int
-        0, or the number of iterations that did not suffice for some system.
+        0, or the number of iterations that did not suffice for some system, but at least 1.
 
     A step takes one product, and one all-reduce of three numbers a system (Chronopoulos and Gear 1989).  Arguments and
     results are those of `scipy.sparse.linalg.cg`.
@@ -494,7 +501,7 @@ def cg(
             w = s.times(u)
         if callback is not None:
             callback(s._back(x))
-    return s.result(s.maxiter)
+    return s.result(max(s.maxiter, 1))
 
 
 @primitive
@@ -517,6 +524,8 @@ def minres(
     z = s.preconditioned(v)
     size = _length(s, v, z, 0)
     if M is not None:
+        if (lost := (s.vectors.norm(v) > 0) & (size == 0)).any():
+            raise LinAlgError(f"minres takes positive definite M: rᴴ M r = 0 in iteration 1{s.at(lost)}")
         s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b), 0), atol)
     old_v, old_size, left = v, np.ones(systems), size
     w = old_w = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
@@ -558,7 +567,7 @@ def minres(
     solved, lost = (np.abs(left) <= s.limit) | ((size == 0) & ~lost), lost | doubt
     if (lost := lost & ~solved).any():
         s.x = x * s.factor(~lost) + kept * s.factor(lost)
-    return s.result(0 if solved.all() else -1 if (solved | lost).all() else s.maxiter)
+    return s.result(0 if solved.all() else -1 if (solved | lost).all() else max(s.maxiter, 1))
 
 
 def _length(s: _System, v: DistArray, z: DistArray, step: int) -> np.ndarray:
@@ -686,10 +695,13 @@ def lsqr(
     """
     if isinstance(A, DistArray):
         rows = b.shape[0 if b.ndim == 1 else -2] if isinstance(b, DistArray) and b.ndim else None
+        if rows is None:
+            what = f"a DistArray of shape {b.shape}" if isinstance(b, DistArray) else type(b).__name__
+            raise ValueError(f"lsqr takes a right-hand side of shape (m,) or (..., m, k), a DistArray, not {what}")
         if A.ndim < 2 or rows != A.shape[-2]:
             raise LinAlgError(
                 f"lsqr takes a matrix [m, n] and b [m], or stacks [..., m, n] and [..., m, k], not {A.shape} and "
-                f"{getattr(b, 'shape', b)}"
+                f"{b.shape}"
             )
         adjoint = A.summed().mT.conj()
         forward = applied(A, "lsqr", A.shape[-1], False, stacks=True)

@@ -6,7 +6,9 @@ where the values of a matrix say so, and take the matrices of a stack one after 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,7 +198,7 @@ def eigsh(
     """
     if not isinstance(A, DistArray) and (not isinstance(v0, DistArray) or v0.ndim != 1):
         raise ValueError("eigsh of a function takes a DistArray v0 [n], where to begin: it says n and how vectors lie")
-    if which not in WHICH:
+    if not isinstance(which, str) or which not in WHICH:
         raise ValueError(f"eigsh: which is one of {', '.join(map(repr, WHICH))}, not {which!r}")
     n = A.shape[-1] if isinstance(A, DistArray) and A.ndim else v0.shape[0]  # type: ignore[union-attr]
     times = applied(A, "eigsh", n, stacks=True)
@@ -204,8 +206,7 @@ def eigsh(
     if v0 is not None:
         v0 = _begin(v0, n, A.grid if isinstance(A, DistArray) else v0.grid, "eigsh")
     dtype = _precise(A, v0)
-    if isinstance(sigma, complex | np.complexfloating):
-        raise TypeError(f"eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, not {sigma!r}")
+    sigma = None if sigma is None else _shift(sigma)
     if lead_of(A):
         options: Any = {"sigma": sigma, "which": which, "v0": v0, "ncv": ncv, "maxiter": maxiter, "tol": tol}
         if not return_eigenvectors:
@@ -219,7 +220,10 @@ def eigsh(
         if not isinstance(A, DistArray):
             raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
         shifted = LUFactor(A.astype(dtype, copy=False) - dtype.type(sigma) * eye(n, dtype=dtype, grid=A.grid))
-        shifted.check()
+        try:
+            shifted.check()
+        except LinAlgError as error:
+            raise LinAlgError(f"eigsh: sigma = {sigma!r} is an eigenvalue; move it a little ({error})") from None
         times = shifted.solve
     v = v0.summed().astype(dtype)
     vectors = Vectors(v)
@@ -238,15 +242,16 @@ def eigsh(
         for j in range(basis.count - 1, held):
             w, h, last = basis.orthogonalized(product(times(basis[j]), (n,), v, v.layout, dtype, "eigsh: A x"))
             t[: j + 1, j], t[j, : j + 1] = h, h.conj()
-            if not np.isfinite(h).all():
+            if not np.isfinite([*h, last]).all():
                 raise LinAlgError("eigsh met NaNs or infinities")
             scale = max(float(np.abs(t[: j + 1, : j + 1]).max()), float(np.finfo(dtype).tiny))
             if j + 1 == n:  # there is no further vector
                 last = 0.0
-            elif last <= eps * scale and assumed is None:  # the vectors so far are a space of their own: take any other
-                last = 0.0
-                w = draws.normal(size=n, grid=v.grid, layout=v.layout).astype(dtype)
-                w, _, size = basis.orthogonalized(w)
+            elif last <= 4 * n**0.5 * eps * scale and assumed is None:  # rounding: these are a space of their own
+                last = size = 0.0
+                while size <= eps**0.5:  # any other vector, which is not one that is here already
+                    w = draws.normal(size=n, grid=v.grid, layout=v.layout).astype(dtype)
+                    w, _, size = basis.orthogonalized(w)
                 basis.append(w, size)
                 continue
             basis.append(w, last)
@@ -265,7 +270,7 @@ def eigsh(
                 return w
             x = _assembled(basis, s[:, wanted[rising]], v)
             if sigma is not None:
-                _check_pairs(A, w, x, sigma, eps)  # type: ignore[arg-type]
+                _check_pairs(A, w, x, sigma, max(eps**0.5, tol))  # type: ignore[arg-type]
             return EighResult(w, x) if return_eigenvectors else w
         kept = order[: min(held - 1, k + max(1, (held - k) // 2))]
         basis.turn(s[:, kept])
@@ -277,16 +282,25 @@ def eigsh(
     raise LinAlgError(f"eigsh: {done} of {k} eigenvalues converged in {maxiter} restarts; raise maxiter or ncv")
 
 
-def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, eps: float) -> None:
+def _shift(value: Any) -> float:
+    """Return a shift as a number; raise an error if it is not a real and finite one."""
+    real = isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and np.isrealobj(value))
+    if not real or isinstance(value, bool) or not math.isfinite(value):
+        kind = ValueError if real else TypeError
+        raise kind(f"eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, not {value!r}")
+    return float(value)
+
+
+def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, accuracy: float) -> None:
     """Raise LinAlgError if x are no eigenvectors of a: rounding in (A − sigma I)⁻¹ can be as large as they are."""
     rest = norm(matmul(a, x) - x * w, axis=0).max()
     size = norm(a)
-    if not a.grid.backend.values or float(rest) <= eps**0.5 * float(size):
+    if not a.grid.backend.values or float(rest) <= accuracy * (float(size) + abs(sigma)):
         return
     raise LinAlgError(
         f"eigsh: sigma = {sigma!r} is an eigenvalue but for rounding, so that A − sigma I cannot be solved with "
         f"(residuals up to {float(rest):.1e}, of a matrix of norm {float(size):.1e}); move it by about "
-        f"{eps ** (1 / 3) * float(size):.1e}"
+        f"{float(np.finfo(x.dtype).eps) ** (1 / 3) * float(size):.1e}"
     )
 
 
@@ -364,7 +378,11 @@ def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **optio
             **options,
         )  # fmt: skip
         return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
-    _, v = eigsh(lambda x: backward(forward(x[:, None]))[:, 0], k, v0=start, **options)
+    image = forward(start[:, None])[:, 0]
+    with np.errstate(all="ignore"):
+        unit = dtype.type(Vectors(start).norm(start) / Vectors(image).norm(image))  # so that squares stay in range
+    unit = unit if 0 < unit.real < np.inf else dtype.type(1)
+    _, v = eigsh(lambda x: unit * backward(unit * forward(x[:, None]))[:, 0], k, v0=start, **options)
     if names == ["S"]:
         return {"S": svdvals(forward(v))}
     u, s, turn = svd(forward(v), full_matrices=False)
@@ -460,7 +478,8 @@ def lobpcg(
     of stacks, whose leading dims are broadcast, are taken one after the other.
     """
     if not isinstance(X, DistArray) or X.ndim < 2:
-        raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {getattr(X, 'shape', type(X).__name__)}")
+        given = f"one of shape {X.shape}" if isinstance(X, DistArray) else f"a {type(X).__name__}"
+        raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {given}")
     (n, k), maxiter = X.shape[-2:], whole("lobpcg: maxiter", maxiter, 0)
     if k < 1 or 3 * k > n:
         raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
@@ -470,7 +489,7 @@ def lobpcg(
         shapes = [("values", (k,)), ("m", (n, k))]
         return EighResult(*_one_by_one(lambda *each: lobpcg(*each, **options), [A, X, B, M], shapes, dtype))
     layout = Layout(X.layout.dims[0], None)
-    steps = {name: applied(v, name, n) for name, v in (("A", A), ("B", B), ("M", M)) if v is not None}
+    steps = {name: applied(v, f"lobpcg's {name}", n) for name, v in (("A", A), ("B", B), ("M", M)) if v is not None}
 
     def held(block: Any) -> Any:
         """Return a block; of ranks outside of the grid, which have columns without elements here, the empty one."""

@@ -1,9 +1,9 @@
 """QR factorization with column pivoting, A[:, p] = Q R, of whole columns that the ranks hold.
 
 Each step takes the column of which the most is left, as LAPACK's `geqp3` does, and so finds its pivots.  No column
-moves: the ranks agree on the largest, and the rank that has it sends its reflection to the others.  The rest of the
-matrix is updated after some steps at once (Quintana-Ortí, Sun and Bischof, "A BLAS-3 version of the QR factorization
-with column pivoting", 1998).
+moves: every rank proposes its largest with its reflection, and the rank that has the largest of these sends it to the
+others, which in common memory read it where it is.  The rest of the matrix is updated after some steps at once
+(Quintana-Ortí, Sun and Bischof, "A BLAS-3 version of the QR factorization with column pivoting", 1998).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from parlinalg.linalg.tiles import Board, Tiles, board
 
 PANEL = 32
 """Steps after which the rest of the matrix is updated; the columns of a tile."""
+KEY = 3
+"""The numbers by which ranks choose a column: its norm, and two digits of its number."""
 DIGIT = 4096
 """The base of the two digits of a column's number, which numbers of half the precision hold too."""
 LONG = 1.5
@@ -52,7 +54,7 @@ class PivotedQR(QR):
         if has_values(self.a):
             self._norms = lengths(self.a)
             self._exact = self._norms.copy()
-        with board(tiles.across, m, self.a.dtype) as lent:
+        with board(tiles.across, KEY + m, self.a.dtype) as lent:
             for k in range(0, min(m, n), tiles.size):
                 self._panel(lent, k, min(tiles.size, min(m, n) - k))
 
@@ -62,15 +64,14 @@ class PivotedQR(QR):
         v, t, g = xp.zeros((m - k, b), a.dtype), xp.zeros((b, b), a.dtype), xp.zeros((b, a.shape[1]), a.dtype)
         for q in range(b):
             j = k + q
-            root, message = self._choose(lent, j, g[:q]), xp.empty(m - j, a.dtype)
+            key, message, beta = self._proposal(j, v[q:, :q], g[:q])
+            every, offered = lent.proposals(key, message)
+            root = self._choose(every, j, g)
             if root == self.tiles.j:
-                c = self._done
-                message[:], tau, beta = reflector(a[j:, c] - v[q:, :q] @ g[:q, c])
-                message[0] = tau  # in place of a one
-                a[j:, c] = 0
-                a[j, c] = beta
+                a[j:, self._done] = 0
+                a[j, self._done] = beta
                 self._done += 1
-            lent.broadcast(message, root)
+            message = offered(root)
             tau, v[q:, q] = message[0].copy(), message
             v[q, q] = 1
             inner = kernels.adjoint(v[q:, :q]) @ v[q:, q]
@@ -83,18 +84,28 @@ class PivotedQR(QR):
         own = self.tiles.owner(k)[1] == self.tiles.j
         self.kept.append(Reflections(k, v if own else None, t, None))
 
-    def _choose(self, lent: Board, j: int, g: Any) -> int:
-        """Make the largest column number j of A[:, p], and the next one where it lies; return its grid column.
+    def _proposal(self, j: int, v: Any, g: Any) -> tuple[Any, Any, Any]:
+        """Return this rank's largest column's norm and place, its reflection with its factor, and what it leaves.
 
         Of equals it is the first in the order so far.
         """
-        tiles, done = self.tiles, self._done
-        places, norms = self.places[done:], self._norms[done:]
-        mine = kernels.on_host(tiles.grid.backend).full((1, 3), -1, self.a.dtype)
+        a, at, xp = self.a, self._done, kernels.on_host(self.tiles.grid.backend)
+        places, norms = self.places[at:], self._norms[at:]
+        key, message, beta = xp.full((1, KEY), -1, a.dtype), xp.empty(len(a) - j, a.dtype), None
         if len(norms):
             largest = np.flatnonzero(norms == norms.max())
-            mine[0] = norms[largest[0]], *divmod(int(places[largest].min()), DIGIT)
-        every = lent.gather(mine, [1] * tiles.across.size)
+            first = largest[places[largest].argmin()]
+            key[0] = norms[first], *divmod(int(places[first]), DIGIT)
+            at += int(first)
+        if at < a.shape[1]:
+            message[:], tau, beta = reflector(a[j:, at] - v @ g[:, at])
+            message[0] = tau  # in place of a one
+        return key, message, beta
+
+    def _choose(self, every: Any, j: int, g: Any) -> int:
+        """Make the largest column number j of A[:, p], and the next one where it lies; return its grid column."""
+        tiles, done = self.tiles, self._done
+        places = self.places[done:]
         if has_values(every):
             norm, high, low = every.real.T.tolist()
             place, root = min((DIGIT * high[i] + low[i], i) for i, size in enumerate(norm) if size == max(norm))

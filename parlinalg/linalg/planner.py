@@ -17,6 +17,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, blocks, costs
 from parlinalg.linalg.blocks import Machine, Time
 from parlinalg.linalg.costs import Costs
+from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
 
@@ -49,6 +50,8 @@ class LinalgPlan:
         Operations a second of a fast product, where it is known.
     depth : int
         The number of layers of ranks that hold tiles of the whole matrix (2.5D); 1 but for cholesky, lu and solve.
+    pivoting : bool
+        Of `qr`, with column pivoting.
     """
 
     routine: str
@@ -62,6 +65,7 @@ class LinalgPlan:
     machine: Machine
     rate: float | None = None
     depth: int = 1
+    pivoting: bool = False
 
     @property
     def ranks(self) -> int:
@@ -70,14 +74,18 @@ class LinalgPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The rows and columns of the matrix at work: of a tall one in an `svd` R, of a wide one in `lstsq` Aᴴ."""
-        return at_work(self.routine, self.m, self.n)
+        """The rows and columns of the matrix at work: of a tall one in an `svd` R, of a wide one in `lstsq` Aᴴ.
+
+        With pivoting it is R too, of one with many more rows than columns.
+        """
+        return at_work(self.routine, self.m, self.n, self.pivoting)
 
     @property
     def first(self) -> Deal | None:
-        """The deal of the QR factorization that comes before the `svd` of a tall matrix."""
+        """The deal of the QR factorization that comes before the `svd` of a tall matrix, or one with pivoting."""
         m, n = max(self.m, self.n), min(self.m, self.n)
-        return dealt("qr", m, n, self.sizes, None, self.near) if self.routine == "svd" and self.shape[0] < m else None
+        long = (self.routine == "svd" or self.pivoting) and self.shape[0] < (m if self.routine == "svd" else self.m)
+        return dealt("qr", m, n, self.sizes, None, self.near) if long else None
 
     @property
     def values(self) -> Deal | None:
@@ -88,7 +96,14 @@ class LinalgPlan:
     @cached_property
     def deal(self) -> Deal:
         """The deal of the tiles, whose `R` and `C` are the numbers of grid rows and grid columns."""
+        if self.pivoting:
+            return Deal(self.sizes, self.block, "wide")
         return dealt(self.routine, *self.shape, self.sizes, self.block, self.near, self.depth)
+
+    @property
+    def kernel(self) -> str:
+        """The factorization whose time the model of `blocks` predicts."""
+        return "pivoted" if self.pivoting else kernel(self.routine)
 
     @property
     def layout(self) -> Layout:
@@ -106,6 +121,9 @@ class LinalgPlan:
         if self.routine == "solve":
             other = default_layout(tuple(self.sizes), (self.n, self.sides))
             return costs.solve(found, rest, self.n, self.sides, other)
+        if self.pivoting:
+            before = found if self.first is None else found.turned(self.first)
+            return costs.pivoted(before, rest, (self.m, self.n))
         if self.routine == "qr":
             return costs.qr(found, rest, (self.m, self.n))
         if (values := self.values) is not None:
@@ -123,7 +141,10 @@ class LinalgPlan:
 
     @property
     def gram(self) -> bool:
-        """True if `qr` or `lstsq` takes the way by Gram matrices, which leaves the matrix where it lies."""
+        """True if `qr` or `lstsq` takes the way by Gram matrices, which leaves the matrix where it lies.
+
+        With pivoting R alone goes to tiles.
+        """
         return self.routine in ("qr", "lstsq") and costs.by_gram((self.m, self.n), self.ranks)
 
     @property
@@ -140,7 +161,7 @@ class LinalgPlan:
     def time(self) -> Time:
         """The time of the model, without the trips, in operations of a fast product."""
         deal = self.deal
-        found = blocks.predicted(kernel(self.routine), *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
+        found = blocks.predicted(self.kernel, *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
         if (values := self.values) is not None:
             k, values = min(self.m, self.n), values if self.gram else deal
             more = blocks.predicted("svd", k, k, values.R, values.C, values.size, self.machine)
@@ -164,7 +185,7 @@ class LinalgPlan:
         if self.routine in SOLUTIONS:
             rest += -(-self.m * self.sides // self.ranks)
             tiles += rows * len(deal.columns(self.sides)[0])
-        if (first := self.first) is not None:  # before the SVD of R
+        if (first := self.first) is not None:  # before what is done with R
             m = max(self.m, self.n)
             tiles = max(tiles, len(first.rows(m)[0]) * len(first.columns(n)[0]))
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
@@ -178,8 +199,10 @@ class LinalgPlan:
         return explain(self)
 
 
-def at_work(routine: str, m: int, n: int) -> tuple[int, int]:
+def at_work(routine: str, m: int, n: int, pivoting: bool = False) -> tuple[int, int]:
     """Return the rows and columns of the tiles of a routine; `svd` and `lstsq` have no fewer rows than columns."""
+    if pivoting:
+        return (n, n) if costs.by_triangle((m, n)) else (m, n)
     if routine not in ("svd", "lstsq"):
         return m, n
     m, n = max(m, n), min(m, n)
@@ -227,6 +250,7 @@ def plan_linalg(
     machine: Machine | None = None,
     rate: float | None = None,
     depth: SupportsIndex | None = None,
+    pivoting: bool = False,
 ) -> LinalgPlan:
     """Choose the grid and the tiles for a factorization of a matrix [m, n], by default [m, m].
 
@@ -256,6 +280,8 @@ def plan_linalg(
         Operations a second of a fast product: then the plan tells seconds.
     depth : int, optional
         The number of layers, to take this one.
+    pivoting : bool
+        Of `qr`: with column pivoting, `qr(A, pivoting=True)`, whose tiles have 32 columns on any grid.
 
     Raises
     ------
@@ -288,6 +314,10 @@ def plan_linalg(
     constants = blocks.machine() if machine is None else machine
     given = None if block is None else _number("block", block, 1)
     wanted = None if depth is None else _number("depth", depth, 1)
+    if pivoting and routine != "qr":
+        raise PlanError(f"pivoting=True is for qr, not {routine}; lu and solve always choose pivots")
+    if pivoting and given is not None:
+        raise PlanError(f"qr with pivoting has tiles of {PIVOTED} columns on any grid; leave block={given} out")
     if wanted is None and (near or routine not in blocks.REPLICATED or not min(m, n)):
         wanted = 1
     elif wanted not in (None, 1) and routine not in blocks.REPLICATED:
@@ -302,7 +332,8 @@ def plan_linalg(
             size = dealt(routine, *at_work(routine, m, n), grid, given, near, layers).size
         except ValueError as error:
             raise PlanError(str(error)) from None
-        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers)
+        size = PIVOTED if pivoting else size
+        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers, pivoting)
 
     if not grids:
         raise PlanError(f"{count} ranks do not form {wanted} layers of as many ranks each")
@@ -363,6 +394,8 @@ def _grids(ranks: int) -> list[dict[str, int]]:
 
 # ------------------------------------------------------------------------------------------------ the explanation
 RUNNERS_UP = 3
+NO_OTHERS = ("no other grid or size of tiles is possible", "on any grid whole columns are dealt alike")
+"""Why, without and with pivoting."""
 
 
 def explain(plan: LinalgPlan) -> str:
@@ -372,7 +405,7 @@ def explain(plan: LinalgPlan) -> str:
         *_parts(plan),
         ("messages", f"{_count(plan.messages, 'collective call')} in which this rank takes part"),
         ("memory", _memory(plan)), ("time", _time(plan)),
-        ("others", "; ".join(_others(plan)) or "none, no other grid or size of tiles is possible"),
+        ("others", "; ".join(_others(plan)) or f"none, {NO_OTHERS[plan.pivoting]}"),
     ]  # fmt: skip
     if plan.routine in blocks.REPLICATED and plan.m == plan.n:
         rows.append(("2.5D", _replicated(plan)))
@@ -381,6 +414,7 @@ def explain(plan: LinalgPlan) -> str:
 
 def _matrix(plan: LinalgPlan) -> str:
     sides = f" X = B[{plan.m}, {plan.sides}]" if plan.routine in SOLUTIONS else ""
+    sides += " with column pivoting" * plan.pivoting
     return f"A[{plan.m}, {plan.n}]{sides} in {plan.dtype} over {_count(plan.ranks, 'rank')}"
 
 
@@ -391,12 +425,20 @@ def _grid(plan: LinalgPlan) -> str:
         "tall": "rows alone are dealt, since the matrix is tall",
         "wide": "columns alone are dealt, since few ranks share memory and pass panels on at no cost",
     }[deal.shape if plan.ranks > 1 else "square"]
+    if plan.pivoting:
+        why = "whole columns are dealt, from which ranks choose without sums"
     made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
     layers = f"{deal.D} layers of " if deal.D > 1 else ""
     return f"{layers}{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
 
 
 def _tiles(plan: LinalgPlan) -> str:
+    if plan.pivoting:
+        text = f"{plan.block} columns, {_count(min(plan.m, plan.n), 'step')} of one column"
+        if (first := plan.first) is not None:
+            by = "its Gram matrix" if plan.gram else f"a QR factorization on tiles of {first.size} rows and columns"
+            text += f", of R[{plan.n}, {plan.n}], which {by} gives"
+        return text
     text = f"{plan.block} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
     own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near, plan.depth).size
     text += "" if own == plan.block else f"; the model would choose {own}"
@@ -413,7 +455,9 @@ def _words(plan: LinalgPlan) -> str:
         text += "; those of divide and conquer are a bound"
     if plan.routine == "lstsq" and plan.ranks > 1:
         text += "; A is taken to have full rank"
-    if plan.routine in ("qr", "lstsq") and plan.deal.R > 1:
+    if plan.pivoting and plan.ranks > 1:
+        text += "; the columns are taken to come in their order"
+    if plan.routine in ("qr", "lstsq") and (plan.first or plan.deal).R > 1:
         text += "; panels are taken to be well conditioned"
     if plan.near and plan.ranks > 1 and plan.routine in ("cholesky", "eigh", "svd"):
         text += "; each rank is taken to have a core"
@@ -449,6 +493,8 @@ def _time(plan: LinalgPlan) -> str:
 def _others(plan: LinalgPlan) -> list[str]:
     """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
     (m, n), deal = plan.shape, plan.deal
+    if plan.pivoting:
+        return []
 
     def predicted(R: int, C: int, b: int) -> float:
         return blocks.predicted(kernel(plan.routine), m, n, R, C, b, plan.machine, deal.D).total

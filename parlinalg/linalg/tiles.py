@@ -10,7 +10,7 @@ home in their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, lru_cache
 from itertools import chain, combinations, pairwise, permutations
@@ -297,6 +297,28 @@ class Board:
         if comm.rank != root:
             mine[...] = given
         return mine
+
+    def proposals(self, mine: Any, offer: Any) -> tuple[Any, Callable[[int], Any]]:
+        """Return the rows of all ranks, one each, and the function that returns what a rank, its argument, offers.
+
+        In common memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
+        Collective, and so is the function.
+        """
+        comm, width, end = self.comm, mine.size, mine.size + offer.size
+        if self._memory is None or end > self._memory.shape[2] or comm.size == 1:
+            return self.gather(mine, [1] * comm.size), lambda root: self.broadcast(offer, root)
+        areas = self._next()
+        areas[comm.rank, :width], areas[comm.rank, width:end] = mine[0], offer
+        comm.count("all_gather", (comm.size - 1) * width, mine.itemsize)
+        self._meeting.wait()
+
+        def offered(root: int) -> Any:
+            comm.count("broadcast", offer.size if comm.rank != root else 0, offer.itemsize)
+            if comm.rank != root:
+                offer[...] = areas[root, width:end]
+            return offer
+
+        return areas[:, :width], offered
 
     def total(self, term: Any) -> Any:
         """Return the sum of the ranks' terms, which it may replace.  Collective."""

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from parlinalg.autograd import Parameter
 from parlinalg.backend.kernels import optimizers
@@ -102,6 +102,11 @@ class Matrixwise(Optimizer):
                         f"{p.name!r} is of {p.dtype}, and {type(self).__name__} updates real matrices: put it in a "
                         "group with matrices=False, for AdamW"
                     )
+                if p.matrix is not None and not _splits(p.matrix, p.ndim):
+                    raise ConfigError(
+                        f"{p.name!r} of shape {p.shape} has matrix = {p.matrix!r}: give how many dims count matrices, "
+                        "and how many after them, one or more, are of inputs; at least one dim is left for outputs"
+                    )
 
     @property
     def step_bytes(self) -> int:
@@ -131,8 +136,11 @@ class Matrixwise(Optimizer):
         return 4 * matrix.size + 3 * matrix.short**2
 
     # ------------------------------------------------------------------ a step
-    def apply(self) -> None:
+    def arrange(self) -> list[Entry]:
         self.check_matrices()
+        return super().arrange()
+
+    def apply(self) -> None:
         members: dict[tuple[int, str], list[Entry]] = {}
         entries = {id(e.parameter): e for e in self.flat.entries}
         for p in self.parameters:
@@ -210,6 +218,12 @@ class Matrixwise(Optimizer):
         if any(e.partition.axes for e in entries):
             return any(grid.everyone.share(new, others="alike"))
         return new
+
+
+def _splits(matrix: Any, ndim: int) -> bool:
+    """Return True if a value of `Parameter.matrix` splits so many dims."""
+    two = isinstance(matrix, Sequence) and len(matrix) == 2 and all(isinstance(n, SupportsIndex) for n in matrix)
+    return two and matrix[0] >= 0 and matrix[1] >= 1 and sum(matrix) < ndim
 
 
 def matrix_of(entry: Entry) -> Matrix | None:

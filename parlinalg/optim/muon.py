@@ -84,7 +84,7 @@ class Muon(Matrixwise):
         weight_decay: float = 0.0, adamw_lr: float | None = 3e-4, betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-10, adamw: Sequence[str] = (), execution: str | None = None, **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
-        if execution is not None and execution not in executions():
+        if execution is not None and execution not in list(executions()):
             raise ConfigError(f"Muon's execution is None, {', '.join(map(repr, executions()))}, not {execution!r}")
         self.execution = execution
         self.executions: dict[tuple[int, str], Execution] = {}

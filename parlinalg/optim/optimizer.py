@@ -304,11 +304,14 @@ class Optimizer(ABC):
                 "with 'steps', 'lr' and 'states'"
             )
         try:
-            _ = int(state["steps"]), float(state["lr"])
-        except (TypeError, ValueError) as error:
+            good = int(state["steps"]) == state["steps"] and state["steps"] >= 0 and float(state["lr"]) >= 0
+        except (TypeError, ValueError):
+            good = False
+        if not good:
             raise ConfigError(
-                f"the optimizer's steps and lr are numbers, not {state['steps']!r} and {state['lr']!r}"
-            ) from error
+                f"the optimizer's steps are a whole number and lr a number, both at least 0, not {state['steps']!r} "
+                f"and {state['lr']!r}"
+            )
         states = state["states"]
         if not isinstance(states, Mapping) or not all(isinstance(arrays, Mapping) for arrays in states.values()):
             raise ConfigError("the optimizer's states are dicts of arrays, by the names of the parameters")
@@ -337,6 +340,7 @@ class Optimizer(ABC):
                     f"the optimizer's state has other parameters in group {i} than this optimizer: {', '.join(odd)} "
                     "in one of them alone; make it with the same groups"
                 )
+            self.check_options({**self.param_groups[i], **{k: v for k, v in group.items() if k in self.defaults}})
 
 
 def as_number(value: Any) -> float:
@@ -374,5 +378,5 @@ def check_moments(options: dict[str, Any]) -> None:
         raise ConfigError(f"an optimizer's betas are two numbers, such as (0.9, 0.999), not {betas!r}")
     below_one(beta1=betas[0], beta2=betas[1])
     options["betas"] = (float(betas[0]), float(betas[1]))
-    if not as_number(options["eps"]) > 0:
+    if not 0 < as_number(options["eps"]) < math.inf:
         raise ConfigError(f"an optimizer's eps is above 0, not {options['eps']!r}")

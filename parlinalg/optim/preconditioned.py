@@ -128,8 +128,9 @@ class Preconditioned(Matrixwise):
                 states.setdefault(id(state.parameter), []).append(state)
         try:
             self._problem = None
-            for slot in made.slots:
-                self._direct_all(entries[slot.tensor], states[id(entries[slot.tensor].parameter)], slot.view(held))
+            with np.errstate(all="ignore"):
+                for slot in made.slots:
+                    self._direct_all(entries[slot.tensor], states[id(entries[slot.tensor].parameter)], slot.view(held))
         except OffloadError as error:  # the others wait for what they are sent
             self._problem = error
         made.back.run(held, buffer, backend)
@@ -312,7 +313,7 @@ class Shampoo(Preconditioned):
             raise ConfigError(f"Shampoo's beta2 is above 0 and at most 1, not {options['beta2']!r}")
         if options["block_size"] is not None:
             whole("Shampoo", "block_size", options["block_size"], ", or None")
-        if not as_number(options["damping"]) > 0:
+        if not 0 < as_number(options["damping"]) < math.inf:
             raise ConfigError(f"Shampoo's damping is above 0, not {options['damping']!r}")
         for name, right in (("grafting", GRAFTS), ("root", ROOTS)):
             if options[name] not in right:
@@ -335,7 +336,8 @@ class Shampoo(Preconditioned):
             correction = 1.0 if beta2 == 1 else 1 - beta2**step
             for side in sides:
                 inverse = inverse_root if group["root"] == "eigh" else newton_inverse_root
-                states[f"{side}_root"][...] = inverse(states[side] / correction, 2 * len(sides), group["damping"])
+                a, root = states[side] / correction, states[f"{side}_root"]
+                root[...] = inverse(a, 2 * len(sides), group["damping"]) if finite(a) else math.nan
         mean = g
         if momentum:
             mean = states["momentum"]
@@ -416,6 +418,10 @@ class SOAP(Preconditioned):
         xp, (beta1, beta2), sides = namespace(g), group["betas"], [s for s in ("left", "right") if s in states]
         if step == 1:
             self._accumulate(g, states, sides, beta2)
+            if not finite(g):
+                for side in sides:
+                    states[f"{side}_basis"][...] = math.nan
+                return xp.full_like(g, math.nan)
             left, values, right = kernels.routines(g).svd(g, full_matrices=False)
             rank = self._rank(values, max(g.shape) * float(xp.finfo(g.dtype).eps))
             for side, vectors in (("left", left), ("right", right.T)):
@@ -481,6 +487,14 @@ class SOAP(Preconditioned):
     def _turned_back(x: Block, states: dict[str, Block]) -> Block:
         x = states["left_basis"] @ x if "left" in states else x
         return x @ states["right_basis"].T if "right" in states else x
+
+
+def finite(a: Block) -> bool:
+    """Return True if a matrix has no NaNs or infinities, with which LAPACK fails or does not end; or has no values.
+
+    What fails at a matrix's home would leave the other ranks waiting: its step is NaNs instead, as of other optimizers.
+    """
+    return not has_values(a) or bool(namespace(a).isfinite(a).all())
 
 
 def completed(columns: Block) -> Block:

@@ -266,6 +266,17 @@ def test_plan_explains_factorizations(routine: str) -> None:
     assert ("\n2.5D      " in done.stdout) == (routine in ("solve", "cholesky", "lu"))
 
 
+def test_plan_explains_qr_with_pivoting() -> None:
+    done = run(0, "plan", "qr", "3000", "1500", "--pivoting", "--ranks", "16")
+    assert done.returncode == 0, done.stderr
+    parts = (
+        "A[3000, 1500] with column pivoting", "1×16 on Grid", "32 columns, 1,500 steps", "of R[1500, 1500]",
+        "choices of pivots", "in 1,500 calls", "messages", "memory", "on any grid whole columns are dealt alike",
+    )  # fmt: skip
+    assert all(part in done.stdout for part in parts), done.stdout
+    assert run(0, "plan", "qr", "9", "--pivoting", "--block", "8", "-p", "2").returncode != 0
+
+
 def test_plan_takes_tiles_and_measures_the_machine() -> None:
     done = run(2, "plan", "lu", "500", "400", "--grid", "r=1,c=2", "--block", "40", "--apart", "--measure")
     assert done.returncode == 0, done.stderr

@@ -94,6 +94,7 @@ def test_preconditioners_guesses_callbacks_and_functions(grid):
             close(better[-1], x.gather(), 1e-15)
         again, info = function(A, B, x, rtol=1e-6, maxiter=0)
         assert info == 0
+        assert function(A, B, maxiter=0)[1] == 1  # which is not solved
         close(again, x.gather(), 0)
         assert function(A, B, rtol=1e-14, maxiter=2, **({"restart": 1} if function is gmres else {}))[1] == 2
     x, info = cg(A, B, rtol=1e-10, M=lambda r: M @ r, pipelined=True)
@@ -310,6 +311,61 @@ def test_equal_eigenvalues_and_invariant_spaces(grid):
     a = np.diag([5.0] * 3 + [1.0] * (n - 3))
     close(eigsh(placed(grid, a, 1), 5)[0], np.array([1, 1, 5, 5, 5.0]), 1e-12)
     close(eigsh(placed(grid, a * 0, 1), 2)[0], np.zeros(2), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("n", [3, 7, 13])
+def test_one_eigenvalue_many_times(grid, n, dtype):
+    """All products but for rounding are in the space so far, and what comes next is a vector of its own."""
+    q = np.linalg.qr(random(n, n, dtype=dtype))[0]
+    a = placed(grid, (3 * q @ q.conj().T).astype(dtype), 1)
+    eps = 100 * np.finfo(dtype).eps
+    for ncv in (None, n):
+        for start in (None, placed(grid, random(n, seed=4), 0)):
+            w, x = eigsh(a, n - 1, ncv=ncv, v0=start)
+            close(w, 3 * np.ones(n - 1), eps)
+            x = x.gather()
+            assert np.abs(x.conj().T @ x - np.eye(n - 1)).max() <= eps
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_squares_beyond_single_precision(grid, dtype, size):
+    n = 23
+    a, w = definite(n, dtype)
+    b = random(n, dtype=dtype, seed=2)
+    A, B = placed(grid, a, 1), placed(grid, (b * size).astype(dtype), 1)
+    want = np.linalg.solve(a, b) * size
+    for method in (cg, minres, gmres):
+        x, info = method(A, B, rtol=1e-4)
+        assert info == 0
+        close(x, want, 1e-2)
+    many, info = cg(A, pla.stack([B, 2 * B], axis=1), rtol=1e-4)
+    close(many, np.stack([want, 2 * want], 1), 1e-2)
+    found = lsqr(A, B)
+    close(found.x, want, 1e-2)
+    assert found.istop in (1, 2)
+    assert found.r1norm < 1e-3 * size
+    large = placed(grid, (a * size).astype(dtype), 1)
+    w, x = eigsh(large, 3, which="LA")
+    close(w, np.linspace(1, 30, n)[-3:] * size, 1e-5)
+    s = svds(large, 3)[1]
+    close(s, np.linspace(1, 30, n)[:-4:-1] * size, 1e-3)
+    close(s[:1], np.array([30 * size]), 1e-5)
+
+
+def test_shifts_of_eigsh(grid):
+    """What counts as an eigenpair is told by the tolerance that was asked for and by the size of the shift."""
+    a = definite(20)[0]
+    w, _ = eigsh(placed(grid, a, 1), 3, sigma=100.0, ncv=4, tol=1e-3)
+    close(w, np.linspace(1, 30, 20)[-3:], 0.1)
+    w, _ = eigsh(placed(grid, 0 * a, 1), 3, sigma=np.array(3.3))
+    assert np.abs(w.gather()).max() < 1e-14
+    for sigma, error in ((np.nan, ValueError), (np.inf, ValueError), ("0", TypeError), (np.ones(2), TypeError)):
+        with pytest.raises(error, match="eigsh: sigma is a real number"):
+            eigsh(placed(grid, a, 1), 3, sigma=sigma)
+    with pytest.raises(np.linalg.LinAlgError, match=r"eigsh: sigma = 3.0 is an eigenvalue; .*U\[3, 3\]"):
+        eigsh(placed(grid, np.diag(np.arange(20.0)), 1), 2, sigma=3.0)
 
 
 @pytest.mark.parametrize("shape", [(50, 31), (31, 50)], ids=str)
@@ -529,6 +585,12 @@ def test_wrong_use(grid):
             r"cg takes positive definite A: pᴴ A p = -.* in iteration 1 of system \(1, 0\)",
         ),
         (lambda: cg(a, b, rtol=-1), ValueError, "rtol is a number of at least 0, not -1"),
+        (lambda: cg(a, b, own), ValueError, r"cg: x0 is a DistArray of the solution's shape, \(6,\), not array"),
+        (lambda: minres(a, b, M=0 * a), np.linalg.LinAlgError, "minres takes positive definite M: rᴴ M r = 0"),
+        (lambda: lsqr(a, own), ValueError, "lsqr takes a right-hand side of .*, a DistArray, not ndarray"),
+        (lambda: lobpcg(a, own), ValueError, "lobpcg takes X as a DistArray .*, not a ndarray"),
+        (lambda: lobpcg(a[:4, :4], b[:, None]), np.linalg.LinAlgError, "lobpcg's A takes a matrix of shape"),
+        (lambda: eigsh(a, 2, which=["LA"]), ValueError, r"which is one of .*, not \['LA'\]"),
         (lambda: cg(a, b, b[:2]), ValueError, r"x0 has the shape of the solution, \(6,\), not \(2,\)"),
         (lambda: cg(a, b, maxiter=1.5), ValueError, "maxiter is a whole number of at least 0, not 1.5"),
         (lambda: cg(lambda x: x[:2], b), ValueError, r"A x is to be a DistArray of shape \(6,\)"),

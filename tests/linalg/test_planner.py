@@ -63,6 +63,39 @@ def test_a_plan_says_what_runs(grid, routine, shape, monkeypatch):
         assert max(grid.world.share(book.words.total())) <= plan.words
 
 
+@pytest.mark.parametrize("shape", [(150, 150), (60, 170), (300, 20)], ids=str)
+def test_a_plan_of_qr_with_pivoting_says_what_runs(grid, shape):
+    """Of columns that pivoting takes in their order."""
+    if grid.size == 1:
+        return  # one call of LAPACK
+    m, n = shape
+    falling = (1.5 if m > n else 16.0) ** -np.arange(n)
+    a = pla.distribute(np.random.default_rng(5).standard_normal(shape) * falling, grid, grid.default_layout(shape))
+    plan = plan_linalg("qr", m, n, sizes=grid.sizes, pivoting=True)
+    with pla.ledger(grid) as book:
+        *_, p = linalg.qr(a, pivoting=True)
+    k = min(m, n)
+    assert (p.gather()[:k] == np.arange(k)).all()
+    words, calls = plan.costs.book(grid.rank)
+    assert +book.words == +words
+    assert book.calls == calls
+    assert max(grid.world.share(book.words.total())) == plan.words
+
+
+@pytest.mark.serial
+def test_plans_of_qr_with_pivoting():
+    plan, long = (plan_linalg("qr", m, 512, ranks=16, pivoting=True, near=False) for m in (512, 900))
+    assert (plan.block, plan.deal.R, plan.deal.C, plan.first) == (32, 1, 16, None)
+    assert (long.shape, long.first.R, long.first.C) == ((512, 512), 4, 4)
+    assert long.time.total > plan.time.total
+    assert "of R[512, 512], which a QR factorization on tiles of " in long.explain()
+    assert "which its Gram matrix gives" in plan_linalg("qr", 65536, 256, ranks=8, pivoting=True).explain()
+    with pytest.raises(PlanError, match="tiles of 32 columns on any grid; leave block=8 out"):
+        plan_linalg("qr", 99, ranks=4, pivoting=True, block=8)
+    with pytest.raises(PlanError, match="pivoting=True is for qr, not lu"):
+        plan_linalg("lu", 99, ranks=4, pivoting=True)
+
+
 @pytest.mark.serial
 @pytest.mark.parametrize("routine", ["cholesky", "lu", "solve", "solve_triangular", "qr", "eigh", "svd", "eig"])
 def test_tiles_leave_no_rank_idle_and_are_the_best_of_the_model(routine):

@@ -363,8 +363,15 @@ def test_groups_and_what_is_refused(make_grid, world):
     with pytest.raises(pla.ConfigError, match=r"'cube' of shape \(2, 3, 4\) is in parameter group 0.*matrices=False"):
         optim.Muon([{"params": [cube], "matrices": True}]).step()
     optim.Muon([cube]).step()
+    for wrong in ((1, 2), (0, 3), (0, 0), (-1, 1), (0.0, 1.0), "01", (1,)):
+        cube.matrix = wrong
+        for kind in (optim.Muon, optim.Shampoo, optim.SOAP):
+            with pytest.raises(pla.ConfigError, match=r"'cube' of shape \(2, 3, 4\) has matrix = .*for outputs"):
+                kind([cube]).step()
     for options, says in [
         ({"execution": "house"}, "execution is None, 'home', 'gram', 'grid', not 'house'"),
+        ({"execution": ["home"]}, "execution is None, .*, not \\['home'\\]"),
+        ({"eps": math.inf}, "eps is above 0, not inf"),
         ({"adjust_lr_fn": "sum"}, "adjust_lr_fn is 'original' or 'match_rms_adamw', not 'sum'"),
         ({"ns_steps": 0}, "ns_steps is a whole number of at least 1, not 0"),
         ({"ns_steps": 2.5}, "ns_steps is a whole number of at least 1, not 2.5"),

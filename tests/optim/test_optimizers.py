@@ -213,7 +213,11 @@ def test_state_moves_from_grid_to_grid(kind, make_grid, world):
         (lambda s: s["states"]["p1"].update(square=np.array(["a"] * 5)), "no real numbers: p1.square of <U1"),
         (lambda s: s["states"]["p1"].update(mean=np.ones(5, complex)), "no real numbers: p1.mean of complex128"),
         (lambda s: s["states"].update(p1=np.ones(5)), "states are dicts of arrays"),
-        (lambda s: s.update(lr="fast"), "steps and lr are numbers, not 1 and 'fast'"),
+        (lambda s: s.update(lr="fast"), "steps are a whole number and lr a number, .*, not 1 and 'fast'"),
+        (lambda s: s.update(steps=-1), "steps are a whole number and lr a number, both at least 0, not -1 and"),
+        (lambda s: s.update(steps=1.5), "steps are a whole number and lr a number, both at least 0, not 1.5 and"),
+        (lambda s: s["param_groups"][0].update(lr=-5), "an optimizer's lr is at least 0, not -5"),
+        (lambda s: s["param_groups"][0].update(betas=0.9), "an optimizer's betas are two numbers, .*, not 0.9"),
     ],
 )
 def test_a_state_that_is_no_numbers_changes_nothing(spoil, says, make_grid, world):

@@ -173,6 +173,27 @@ def test_roots_are_inverse_roots():
     np.testing.assert_allclose(newton_inverse_root(np.zeros((3, 3)), 4, 1e-4), 10 * np.eye(3), rtol=1e-12)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("kind", [optim.Shampoo, partial(optim.Shampoo, root="newton"), optim.SOAP])
+def test_gradients_that_are_no_numbers_make_nans(kind, when, bad, make_grid, world):
+    """Of their parameter alone, on all ranks: LAPACK refuses them, or does not end, on the one that is its home."""
+    grid = make_grid({"r": world.size})
+    shapes = [(7, 5), (6, 6), (4,)]
+    ps = [pla.Parameter(pla.ones(s, grid=grid, layout=L("r", *[None] * (len(s) - 1))), f"p{s}") for s in shapes]
+    for p in ps[:2]:
+        p.matrix = (0, 1)
+    optimizer = kind(ps, precondition_frequency=1)
+    for step in range(3):
+        grads = [np.random.default_rng(step).normal(size=s) for s in shapes]
+        if step == when:
+            grads[0][2, 3] = bad
+        give(ps, grads, False)
+        optimizer.step()
+    assert np.isnan(ps[0].gather()).all()
+    assert all(np.isfinite(p.gather()).all() for p in ps[1:])
+
+
 @pytest.mark.parametrize("kind", [optim.Shampoo, partial(optim.Shampoo, block_size=4), optim.SOAP])
 def test_states_move_from_grid_to_grid(kind, make_grid, world, folder):
     """By the state of the optimizer, and by a checkpoint; homes differ, since grids do."""
@@ -222,6 +243,7 @@ def test_memory_homes_and_what_is_refused(make_grid, world):
         (optim.Shampoo, {"block_size": "8"}, "is a whole number of at least 1, or None, not '8'"),
         (optim.Shampoo, {"block_size": 0}, "Shampoo's block_size is a whole number of at least 1, or None, not 0"),
         (optim.Shampoo, {"damping": 0.0}, "damping is above 0, not 0.0"),
+        (optim.Shampoo, {"damping": math.inf}, "damping is above 0, not inf"),
         (optim.Shampoo, {"beta2": 1.5}, "beta2 is above 0 and at most 1, not 1.5"),
         (optim.Shampoo, {"grafting": "rms"}, "grafting is None, 'sgd', 'adam', not 'rms'"),
         (optim.Shampoo, {"root": "svd"}, "root is 'eigh', 'newton', not 'svd'"),
