@@ -238,7 +238,7 @@ def sqrtm(x: DistArray, /) -> DistArray:
         from parlinalg.array.joining import stack
         from parlinalg.array.shapes import reshape
 
-        return reshape(stack(found), x.shape).redistribute(x.layout.with_partial(())) if found else x.copy()
+        return reshape(stack(found), x.shape).redistribute(x.layout.with_partial(())) if found else x.summed().copy()
     x = _finite(x, "sqrtm")
     layout, n = x.layout, x.shape[0]
     if not n:
@@ -373,7 +373,7 @@ def halley(a: DistArray) -> DistArray | None:
     largest = _told(abs(a).max(), 0) if a.size else 0.0
     if not largest:
         return eye(m, n, dtype=a.dtype, grid=a.grid, layout=layout)
-    x = a / real(largest)
+    x = a * kernels.units(np.asarray(largest, real))[()]
     x /= real(_frobenius(x))
     low = _least(QRFactor(x, keep=False).R, eps)
     for _ in range(12):

@@ -124,6 +124,8 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
     """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read."""
     if a.shape[-2:] != b.shape[-2:]:
         raise LinAlgError(f"{name} takes matrices a and b of one size, not of shapes {a.shape} and {b.shape}")
+    if b.dtype.char in "fF" and a.dtype.char not in "fF":  # of the precision of the result
+        b = b.astype(np.float64 if b.dtype.char == "f" else np.complex128)
     try:
         l = cholesky(b) if b.ndim == 2 else cho_factor(b).L  # which names the minor of a stack's matrix
     except LinAlgError as error:
@@ -419,7 +421,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
     m, n = x.shape
     q = None
     if m > TALL * n and n:
-        q = QRFactor(x, keep=keep)
+        q = QRFactor(x, name=name, keep=keep)
         x = q.R
         q = q if keep else None
     tiles = tiles_for(x, None, "svd")

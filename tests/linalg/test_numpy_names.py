@@ -11,7 +11,7 @@ import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.array import namespace
 from parlinalg.linalg import factors
-from tests.cases import grids, layouts, same
+from tests.cases import grids, layouts, same, terms
 
 pytestmark = pytest.mark.one_in(8)
 
@@ -251,6 +251,16 @@ def test_subnormal_matrices_are_not_refined(grid):
     """Their inverse scale is no number."""
     a, b = placed(grid, np.diag([1e-310, 2e-310]), 1), placed(grid, np.array([1.0, 2.0]))
     np.testing.assert_array_equal(linalg.solve(a, b, refine=True).gather(), linalg.solve(a, b).gather())
+
+
+def test_odd_numbers_beside_terms(grid):
+    """Ranks whose right-hand sides are finite, and those whose are not, sum the terms of the matrix together."""
+    a, b = random(5, 5), random(5, 7)
+    b[2, 4] = np.nan
+    A = terms(a, grid, Layout(None, None, partial=grid.axes[:1]))
+    for layout in layouts(grid.axes, 2, partial=False):
+        with pytest.raises(ValueError, match="solve takes finite numbers; the array has NaNs or infinities"):
+            linalg.solve(A, pla.distribute(b, grid, layout))
 
 
 def test_solutions_by_factors(grid):
