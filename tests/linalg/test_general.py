@@ -232,7 +232,6 @@ def test_polar_of_subnormal_matrices(grid, dtype):
             np.testing.assert_allclose(u @ p.astype(wide) / unit, every.astype(wide) / unit, atol=2e-2)
 
 
-
 def test_bases(grid):
     rng = np.random.default_rng(20)
     for m, n, k in ((9, 5, 3), (5, 9, 5), (70, 66, 40), (4, 4, 0), (0, 3, 0), (3, 0, 0)):
