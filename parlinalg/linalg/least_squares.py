@@ -440,8 +440,7 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
         return None
     scale = 2.0 ** -math.frexp(largest)[1]
     a = a * scale
-    sizes = sizes + (sizes == 0)
-    b = b / sizes
+    b = kernels.quotients(b, sizes)
     factor = QRFactor((a.mT.conj() if wide else a).astype(LOWER[a.dtype.char]), name="lstsq", keep=False)
     s = svdvals(factor.R).astype(np.float64)
     most, least = float(s.max()), float(s.min())  # on ranks outside of the grid too

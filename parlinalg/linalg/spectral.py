@@ -269,11 +269,13 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
     rows than columns is factored by QR first.
     """
-    from parlinalg.linalg.matrix_functions import halley
+    from parlinalg.linalg.matrix_functions import halley, told
 
     (m, n), layout = x.shape, x.layout.with_partial(())
     if not n:
         return None
+    unit = kernels.units(np.asarray(told(abs(x).max(), 0), x.real.dtype))[()]  # else sums may leave the range
+    x = x * unit if unit != 1 else x
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
     refuse_odd(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
@@ -285,6 +287,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     s, v = where(w > 0, w, w.dtype.type(0))[::-1], v[:, ::-1].redistribute(layout)
     u = matmul(u, v)
     u = u.redistribute(layout) if q is None else _completed(q, u, m if full_matrices else n, layout)
+    s = s / unit if unit != 1 else s
     return SVDResult(u, s.redistribute(Layout(layout.dims[-1])), v.mT.conj().redistribute(layout))
 
 

@@ -253,6 +253,18 @@ def test_subnormal_matrices_are_not_refined(grid):
     np.testing.assert_array_equal(linalg.solve(a, b, refine=True).gather(), linalg.solve(a, b).gather())
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("size", [1e-300, 1e-312])
+def test_right_hand_sides_near_underflow_are_refined(grid, dtype, size):
+    """Residuals, and right-hand sides, may be too small for reciprocals, which complex quotients have in them."""
+    a, want = random(9, 9, dtype=dtype) + 9 * np.eye(9), np.eye(9, 3) * [1, 0, 2]
+    tall = np.concatenate([a, a[:4]])
+    for method, given in ((linalg.solve, a), (lambda x, y, **options: linalg.lstsq(x, y, **options).x, tall)):
+        b = given[:, :3] * [1, 0, 2] * size
+        x = method(placed(grid, given, 1), placed(grid, b, 2), refine=True).gather()
+        np.testing.assert_allclose(x.astype(np.clongdouble) / size, want, atol=1e-13 + 5e-323 / size)
+
+
 def test_odd_numbers_beside_terms(grid):
     """Ranks whose right-hand sides are finite, and those whose are not, sum the terms of the matrix together."""
     a, b = random(5, 5), random(5, 7)

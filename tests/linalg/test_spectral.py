@@ -165,6 +165,17 @@ def test_svd(grid, shape_of, full):
         ratio(np.abs(linalg.svdvals(x).gather() - s).max(initial=0), norm(a), most, dtype, (name, "values alone"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_svd_by_the_polar_decomposition_near_overflow(grid, dtype):
+    """Sums that are twice the largest singular value do not leave the range."""
+    largest = np.finfo(dtype).max
+    for shape in ((7, 7), (12, 4)):
+        q = np.linalg.qr(random(shape, dtype, np.random.default_rng(2)))[0]
+        x = pla.distribute((q * (largest / 1.5)).astype(dtype), grid, grid.default_layout(shape))
+        s = spectral.polar_svd(x, False).S
+        np.testing.assert_allclose(s.gather() / (largest / 1.5), 1, atol=100 * eps(dtype))
+
+
 @pytest.mark.parametrize("full", [True, False])
 def test_svd_by_the_polar_decomposition(grid, full):
     """The way of several GPUs, on any grid and backend; a matrix whose polar factor is not unique may go another."""
