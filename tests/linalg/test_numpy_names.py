@@ -71,6 +71,9 @@ def test_norms_of_nothing(grid):
                 same(found, np.zeros(shape[:-2]))
         with pytest.raises(ValueError, match="no elements"):
             np.linalg.norm(x, -1 if shape[-1] == 0 else -INF, (-2, -1))
+    for order in (-2, -3):  # of vectors: 0 to a power below 0
+        with np.errstate(divide="ignore"):
+            same(np.linalg.norm(placed(grid, np.zeros((0, 2))), order, 0), np.full(2, INF))
     none = placed(grid, np.zeros(0))
     for found in (np.linalg.norm(none, INF), linalg.vector_norm(none, ord=INF)):
         same(found, np.zeros(()))
