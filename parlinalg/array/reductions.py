@@ -279,9 +279,10 @@ def _extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
     if block.dtype.kind in "fV":  # MPI's max and min may lose a NaN: a second row says where one is
         nan = a.xp.isnan(block)
         sign = 1 if op == "max" else -1
-        rows = a.xp.stack(
-            [a.xp.where(nan, a.xp.asarray(-sign * np.inf, dtype=block.dtype), block), (sign * nan).astype(block.dtype)]
-        )
+        parts = [
+            a.xp.where(nan, a.xp.asarray(-sign * np.inf, dtype=block.dtype), block), (sign * nan).astype(block.dtype)
+        ]  # fmt: skip
+        rows = a.xp.ascontiguousarray(a.xp.stack(parts))  # of transposed blocks too
         comm.all_reduce(rows, op=op)
         return a.like(a.xp.where(rows[1] == sign, a.xp.asarray(np.nan, dtype=block.dtype), rows[0]), layout, shape)
     out = (block.astype(np.uint8) if block.dtype.kind == "b" else block).copy(order="C")

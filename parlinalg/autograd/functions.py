@@ -592,7 +592,8 @@ def vector_norm(x: Tensor, /, *, axis: Any = None, keepdims: bool = False, ord: 
         return linalg.vector_norm(x.data, axis=axis, keepdims=keepdims, ord=ord)
     if math.isfinite(ord):
         return _norm(x, axis=axis, keepdims=keepdims, ord=ord)
-    return (np_.max if ord > 0 else np_.min)(abs(x), axis=axis, keepdims=keepdims)
+    nothing = not math.prod(x.shape[d] for d in dims_of(axis, x.ndim))  # whose largest size is 0
+    return (np_.min if ord < 0 else np_.sum if nothing else np_.max)(abs(x), axis=axis, keepdims=keepdims)
 
 
 as_op(np.linalg.vector_norm)(

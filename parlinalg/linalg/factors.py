@@ -264,7 +264,8 @@ class LUFactor(Factor):
         zeros = kernels.zeros(self.diagonal)
         odd, zero = tiles.worst([doubtful or not finite, n - zeros[0] if len(zeros) else 0])
         if odd and late:  # by what was given, or by a pivot of 0?
-            odd, _ = tiles.worst([not (finite and kernels.finite(a.summed().block)), 0])
+            summed = a.summed()  # which is collective
+            odd, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
         refuse_odd(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""

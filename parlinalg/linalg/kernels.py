@@ -311,7 +311,7 @@ def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
 
     A singular matrix on a GPU is factored on the host.  Where `given` has the same values, one in Fortran's order may
     be replaced; if they lie in the same memory, no pivot may be below the normal numbers.  OpenBLAS neither swaps nor
-    divides where a pivot has no reciprocal: such matrices are factored here.
+    divides where a pivot's real and imaginary parts have no reciprocals: such matrices are factored here.
     """
     if _device(a) and a.size:
         if (regular := regular_lu(a)) is not None:
@@ -327,7 +327,9 @@ def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
         found, pivots, _ = lapack("getrf", a.dtype)(a)
     else:
         pivots -= 1
-    small = np.flatnonzero(np.abs(found.diagonal()) < np.finfo(a.dtype).tiny)
+    diagonal = found.diagonal()
+    sizes, parts = abs(diagonal.real) + abs(diagonal.imag), 2 if a.dtype.kind == "c" else 1
+    small = np.flatnonzero(sizes < parts * np.finfo(a.dtype).tiny)  # the largest of its column, or what took its place
     if any(found[j:, j].any() for j in small[small < m - 1]):
         return _lu_by_quotients(given)
     return found, _order(pivots, m)

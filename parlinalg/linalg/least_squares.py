@@ -436,12 +436,11 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
     largest = float(abs(a).max()) if a.size else 0.0
     if sizes is None or not largest or not math.isfinite(largest) or not math.isfinite(float(sizes.max())):
         return None
-    scale = 2.0 ** -math.frexp(largest)[1]
-    if not math.isfinite(scale):
+    if not math.isfinite(1 / largest):
         return None
+    scale = 2.0 ** -math.frexp(largest)[1]
     a = a * scale
-    sizes = sizes + (sizes == 0)
-    b = b / sizes
+    b = kernels.quotients(b, sizes)
     factor = QRFactor((a.mT.conj() if wide else a).astype(LOWER[a.dtype.char]), name="lstsq", keep=False)
     s = svdvals(factor.R).astype(np.float64)
     most, least = float(s.max()), float(s.min())  # on ranks outside of the grid too

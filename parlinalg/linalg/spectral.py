@@ -124,6 +124,8 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
     """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read."""
     if a.shape[-2:] != b.shape[-2:]:
         raise LinAlgError(f"{name} takes matrices a and b of one size, not of shapes {a.shape} and {b.shape}")
+    if b.dtype.char in "fF" and a.dtype.char not in "fF":  # of the precision of the result
+        b = b.astype(np.float64 if b.dtype.char == "f" else np.complex128)
     try:
         l = cholesky(b) if b.ndim == 2 else cho_factor(b).L  # which names the minor of a stack's matrix
     except LinAlgError as error:
@@ -267,11 +269,13 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
     rows than columns is factored by QR first.
     """
-    from parlinalg.linalg.matrix_functions import halley
+    from parlinalg.linalg.matrix_functions import halley, told
 
     (m, n), layout = x.shape, x.layout.with_partial(())
     if not n:
         return None
+    unit = kernels.units(np.asarray(told(abs(x).max(), 0), x.real.dtype))[()]  # else sums may leave the range
+    x = x * unit if unit != 1 else x
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
     refuse_odd(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
@@ -283,6 +287,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     s, v = where(w > 0, w, w.dtype.type(0))[::-1], v[:, ::-1].redistribute(layout)
     u = matmul(u, v)
     u = u.redistribute(layout) if q is None else _completed(q, u, m if full_matrices else n, layout)
+    s = s / unit if unit != 1 else s
     return SVDResult(u, s.redistribute(Layout(layout.dims[-1])), v.mT.conj().redistribute(layout))
 
 
@@ -419,7 +424,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
     m, n = x.shape
     q = None
     if m > TALL * n and n:
-        q = QRFactor(x, keep=keep)
+        q = QRFactor(x, name=name, keep=keep)
         x = q.R
         q = q if keep else None
     tiles = tiles_for(x, None, "svd")

@@ -74,8 +74,7 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
 
     def approximate(r: DistArray) -> DistArray:
         sizes = abs(r).max(axis=0)
-        sizes = sizes + (sizes == 0)
-        return factor.solve((r / sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
+        return factor.solve(kernels.quotients(r, sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
 
     bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
 

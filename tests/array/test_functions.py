@@ -120,6 +120,18 @@ def test_nan_is_never_lost(grid, dtype):
         assert np.isnan(x.sum().item())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_extremes_of_transposed_blocks(grid, dtype):
+    """What ranks send is in C order, in whatever order elements lie in blocks."""
+    values = numbers((5, 3, 4), dtype, seed=1)
+    for layout in sampled(grid, 3, 6, seed=2):
+        x, want = placed(values, grid, layout).mT, values.swapaxes(1, 2)
+        for axis in (0, 1, (0, 2)):
+            same(np.max(x, axis), np.max(want, axis))
+            same(np.min(x, axis, keepdims=True), np.min(want, axis, keepdims=True))
+        same(np.linalg.norm(x, np.inf, 0), np.linalg.norm(want, np.inf, 0).astype(np.result_type(dtype, np.float32)))
+
+
 def test_statistics(grid):
     values = numbers((6, 5), seed=4) + 1e6
     for layout in sampled(grid, 2, 4):

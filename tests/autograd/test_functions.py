@@ -723,6 +723,8 @@ def test_zeros_and_ties(grid: Grid) -> None:
         return x.grad.gather()
 
     close(gradient(lambda x: pla.linalg.vector_norm(x, axis=1)), rows / np.array([[1], [3**0.5], [3]]))
+    nothing = tensor(np.zeros((0, 3)), grid, Layout("a", "b"))
+    close(pla.linalg.vector_norm(nothing, axis=0, ord=np.inf).data.gather(), np.zeros(3))  # as of arrays
     close(gradient(lambda x: pla.std(x, axis=1))[:2], np.zeros((2, 3)))
     close(gradient(pla.abs), np.sign(rows))
     close(gradient(lambda x: pla.clip(x, 1, 2)), (rows >= 1) * 1.0)

@@ -724,6 +724,22 @@ def test_matrices_of_numbers_below_the_normal_ones(grid, dtype):
         np.testing.assert_allclose(factor @ factor.conj().T, spd, atol=1e-3 * n)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_pivots_of_parts_without_reciprocals(grid, dtype):
+    """BLAS does not exchange rows for them; what stays in their place may have a larger part."""
+    if not grid.backend.cpu:
+        return
+    tiny = np.finfo(dtype).tiny
+    a = np.array([[1.03 + 0.06j, 0.5, 1], [0.76 + 0.76j, 1 - 1j, 2j], [0.25j, 1, 0.5], [0.1, 0.2 + 0.3j, 1j]])
+    for n in (2, 3, 4):
+        given = (a[:n] * tiny).astype(dtype)
+        for every in (given, np.stack([given] * 13)):
+            A = pla.distribute(every, grid, grid.default_layout(every.shape))
+            p, lower, upper = (x.gather().astype(np.clongdouble) for x in linalg.lu(A))
+            np.testing.assert_allclose(p @ lower @ upper / tiny, every.astype(np.clongdouble) / tiny, atol=1e-5)
+            assert abs(lower).max() < 1.5
+
+
 @pytest.mark.serial
 @pytest.mark.parametrize(
     "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1021, 1033), (2, 300_000), (3000, 257)], ids=str

@@ -216,6 +216,22 @@ def test_polar(grid, shape_of):
             assert least >= -10 * n * eps(dtype) * norm(a), (name, a.shape, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_polar_of_subnormal_matrices(grid, dtype):
+    """U has orthonormal columns, and P is A's size: both scaled by a power of two in range."""
+    if not grid.backend.cpu:  # on GPUs their libraries decide
+        return
+    real, unit = np.zeros(0, dtype).real.dtype, 1000 * np.finfo(dtype).smallest_subnormal
+    for shape in ((13, 1), (7, 4), (3, 5)):
+        a = (random(shape, dtype, np.random.default_rng(6)).view(real) * unit).view(dtype)
+        for every in (a, np.stack([a, a])):
+            u, p = (x.gather() for x in linalg.polar(pla.distribute(every, grid, grid.default_layout(every.shape))))
+            inner = u @ u.conj().swapaxes(-1, -2) if shape[0] < shape[1] else u.conj().swapaxes(-1, -2) @ u
+            np.testing.assert_allclose(inner - np.eye(inner.shape[-1]), 0, atol=100 * eps(dtype))
+            wide = np.result_type(dtype, np.longdouble)
+            np.testing.assert_allclose(u @ p.astype(wide) / unit, every.astype(wide) / unit, atol=2e-2)
+
+
 def test_bases(grid):
     rng = np.random.default_rng(20)
     for m, n, k in ((9, 5, 3), (5, 9, 5), (70, 66, 40), (4, 4, 0), (0, 3, 0), (3, 0, 0)):

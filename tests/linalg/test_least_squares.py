@@ -172,6 +172,9 @@ def test_what_is_not_refined(grid):
     for a in (of_rank((30, 7), 4, "float64", rng), np.zeros((30, 7)), np.zeros((30, 0)), np.zeros((0, 7))):
         b = rng.standard_normal(len(a))
         agrees(placed(grid, a, rng), placed(grid, b, rng), a, b, refine=True)
+    a, b = np.diag([3e-310, 2e-310]), np.ones((2, 1))  # whose scale would be out of range
+    x = [linalg.lstsq(placed(grid, a, rng), placed(grid, b * 1e-310, rng), refine=refine).x for refine in (False, True)]
+    np.testing.assert_allclose(x[1].gather(), x[0].gather(), rtol=1e-12)
     a, b = random((9, 4), "float64", rng), np.zeros((9, 2))
     assert not linalg.lstsq(placed(grid, a, rng), placed(grid, b, rng), refine=True).x.gather().any()
     assert linalg.lstsq(placed(grid, a, rng), placed(grid, b[:, :0], rng), refine=True).x.shape == (4, 0)

@@ -11,7 +11,7 @@ import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.array import namespace
 from parlinalg.linalg import factors
-from tests.cases import grids, layouts, same
+from tests.cases import grids, layouts, same, terms
 
 pytestmark = pytest.mark.one_in(8)
 
@@ -71,6 +71,9 @@ def test_norms_of_nothing(grid):
                 same(found, np.zeros(shape[:-2]))
         with pytest.raises(ValueError, match="no elements"):
             np.linalg.norm(x, -1 if shape[-1] == 0 else -INF, (-2, -1))
+    for order in (-2, -3):  # of vectors: 0 to a power below 0
+        with np.errstate(divide="ignore"):
+            same(np.linalg.norm(placed(grid, np.zeros((0, 2))), order, 0), np.full(2, INF))
     none = placed(grid, np.zeros(0))
     for found in (np.linalg.norm(none, INF), linalg.vector_norm(none, ord=INF)):
         same(found, np.zeros(()))
@@ -251,6 +254,28 @@ def test_subnormal_matrices_are_not_refined(grid):
     """Their inverse scale is no number."""
     a, b = placed(grid, np.diag([1e-310, 2e-310]), 1), placed(grid, np.array([1.0, 2.0]))
     np.testing.assert_array_equal(linalg.solve(a, b, refine=True).gather(), linalg.solve(a, b).gather())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("size", [1e-300, 1e-312])
+def test_right_hand_sides_near_underflow_are_refined(grid, dtype, size):
+    """Residuals, and right-hand sides, may be too small for reciprocals, which complex quotients have in them."""
+    a, want = random(9, 9, dtype=dtype) + 9 * np.eye(9), np.eye(9, 3) * [1, 0, 2]
+    tall = np.concatenate([a, a[:4]])
+    for method, given in ((linalg.solve, a), (lambda x, y, **options: linalg.lstsq(x, y, **options).x, tall)):
+        b = given[:, :3] * [1, 0, 2] * size
+        x = method(placed(grid, given, 1), placed(grid, b, 2), refine=True).gather()
+        np.testing.assert_allclose(x.astype(np.clongdouble) / size, want, atol=1e-13 + 5e-323 / size)
+
+
+def test_odd_numbers_beside_terms(grid):
+    """Ranks whose right-hand sides are finite, and those whose are not, sum the terms of the matrix together."""
+    a, b = random(5, 5), random(5, 7)
+    b[2, 4] = np.nan
+    A = terms(a, grid, Layout(None, None, partial=grid.axes[:1]))
+    for layout in layouts(grid.axes, 2, partial=False):
+        with pytest.raises(ValueError, match="solve takes finite numbers; the array has NaNs or infinities"):
+            linalg.solve(A, pla.distribute(b, grid, layout))
 
 
 def test_solutions_by_factors(grid):

@@ -95,6 +95,16 @@ def test_eigh_of_two_matrices(grid, dtype):
             ratio(norm(a @ some[1].gather() - b @ some[1].gather() * want[1:4]), norm(a), n, dtype, "some")
 
 
+def test_eigh_of_two_matrices_of_unlike_precision(grid):
+    """Both are taken to the precision of the result."""
+    a, b = pencil(7, float)
+    for p, q in ((a, b.astype("float32")), (np.rint(a).astype(int), b.astype("float32")), (a, b.astype("complex64"))):
+        x, y = (pla.distribute(each, grid, grid.default_layout(a.shape)) for each in (p, q))
+        want = scipy.linalg.eigh(p.astype(float), q.astype(np.result_type(q, float)), eigvals_only=True)
+        for w in (linalg.eigh(x, y).eigenvalues, linalg.eigvalsh(x, y)):
+            same(w, want, 1e-13)
+
+
 @pytest.mark.parametrize("count", [2, 13])
 def test_eigh_of_stacks_of_two_matrices(grid, count):
     a, b = pencil(4, complex, (count,))
@@ -153,6 +163,17 @@ def test_svd(grid, shape_of, full):
         ratio(norm(u.conj().T @ u - np.eye(u.shape[1])), 1, most, dtype, (name, shape, dtype, "U"))
         ratio(norm(vh @ vh.conj().T - np.eye(len(vh))), 1, most, dtype, (name, shape, dtype, "V"))
         ratio(np.abs(linalg.svdvals(x).gather() - s).max(initial=0), norm(a), most, dtype, (name, "values alone"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_svd_by_the_polar_decomposition_near_overflow(grid, dtype):
+    """Sums that are twice the largest singular value do not leave the range."""
+    largest = np.finfo(dtype).max
+    for shape in ((7, 7), (12, 4)):
+        q = np.linalg.qr(random(shape, dtype, np.random.default_rng(2)))[0]
+        x = pla.distribute((q * (largest / 1.5)).astype(dtype), grid, grid.default_layout(shape))
+        s = spectral.polar_svd(x, False).S
+        np.testing.assert_allclose(s.gather() / (largest / 1.5), 1, atol=100 * eps(dtype))
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -241,7 +262,12 @@ def test_odd_numbers(grid, name):
     a[-1, 0] = np.nan
     with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
         getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(a.shape)))
-    if name.startswith("eig"):
+    tall = pla.distribute(np.full((19, 3), np.nan), grid, grid.default_layout((19, 3)))
+    if not name.startswith("eig"):
+        by = name if name == "svdvals" else "svdvals" if name == "matrix_rank" else "svd"
+        with pytest.raises(ValueError, match=f"^{by} takes finite numbers"):
+            getattr(linalg, name)(tall)
+    else:
         with pytest.raises(np.linalg.LinAlgError, match="square matrices"):
             getattr(linalg, name)(pla.ones((3, 4), grid))
 
