@@ -87,7 +87,7 @@ def _leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, choose: Callable[[np.n
         n, values, z = len(d), d.copy(), np.empty((len(d), len(d)), d.dtype, order="F")
         work, more = np.empty(1 + 4 * n + n * n, d.dtype), np.empty(3 + 5 * n, np.intc)
         info = kernels.call(  # by Cython's: SciPy has it for Python since 1.16
-            "stevd", d.dtype, "V", n, values, np.append(e, 0), z, n, work, len(work), more, len(more)
+            "stevd", d.dtype, "V", n, values, e.copy(), z, n, work, len(work), more, len(more)
         )
     values = np.full_like(d, np.nan) if info else values
     at = choose(values) if choose else slice(None)
