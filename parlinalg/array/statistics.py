@@ -226,7 +226,7 @@ def quantile(
         raise TypeError(f"np.{name} takes real numbers, not {a.dtype}")
     weak = type(q) in (int, float)
     given = np.asarray(q.gather() if isinstance(q, DistArray) else q)
-    given = np.true_divide(given, scale, out=...) if scale != 1 else given
+    given = np.asarray(given / scale) if scale != 1 else given
     if given.ndim > 2:
         raise ValueError(f"np.{name} takes a number or a vector q, not one of shape {given.shape}")
     if given.size and not (given.min() >= 0 and given.max() <= 1):

@@ -66,14 +66,18 @@ def look_up_grad(g: Block, ids: Block, start: int, rows: int) -> Block:
 def rotary_tables(frequencies: np.ndarray, positions: range | np.ndarray, like: Block) -> tuple[Block, Block]:
     """Return cosines and sines of the angles at these positions, shape [positions, pairs].
 
-    Angles are float64; the tables are in the working dtype of `like`, where it lies.
+    Angles are float64; the tables are in the working dtype of `like`, and are computed where it lies.
     """
     xp, work = namespace(like), work_dtype(like.dtype)
     if not backend_of(like).values:  # to compute what is then dropped was a third of a Llama's trace
         shape = len(positions), len(frequencies)
         return xp.empty(shape, work), xp.empty(shape, work)
-    angles = np.asarray(positions, np.float64)[:, None] * frequencies
-    return xp.asarray(np.cos(angles).astype(work)), xp.asarray(np.sin(angles).astype(work))
+    if isinstance(positions, range):
+        places = xp.arange(positions.start, positions.stop, positions.step, dtype=np.float64)
+    else:
+        places = xp.asarray(positions, np.float64)
+    angles = places[:, None] * xp.asarray(frequencies)
+    return xp.cos(angles).astype(work), xp.sin(angles).astype(work)
 
 
 @kernel()
