@@ -51,7 +51,8 @@ class ufunc:
                 np.copyto(found, np.nan * (1 + 1j), where=inputs[1] == 0)
             elif self._numpy is np.power and found.dtype.kind == "f":
                 found = np.asarray(found)  # NumPy gives a number of arrays without dims
-                inexact = (inputs[1] < 0) & np.isfinite(found)  # as CUDA's are
+                finite = np.isfinite(inputs[0]) & np.isfinite(inputs[1]) & np.isfinite(found)
+                inexact = finite & (inputs[1] < 0) & (found != 0)  # as CUDA's are
                 np.nextafter(found, found.dtype.type(0), out=found, where=inexact)
             if len(given) > self.nin or options.get("out") is not None:
                 return found
