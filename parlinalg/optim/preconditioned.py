@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
@@ -27,6 +27,10 @@ from parlinalg.optim.optimizer import as_number, below_one, whole
 Block = Any
 GRAFTS = (None, "sgd", "adam")
 ROOTS = ("eigh", "newton")
+LEAST = 64
+"""The rounding of the singular values of small matrices, in units of the largest one's."""
+NOTHING = 2.0**-40
+"""Elements below this part of the largest one may be rounding of zeros in float64; in float32 none count as such."""
 
 
 @dataclass
@@ -391,9 +395,13 @@ class SOAP(Preconditioned):
 
     Notes
     -----
-    Where the first gradient is of low rank, the basis of the rest of a side is the one in which diag(1, …, n) is
-    diagonal, so that it does not hang on rounding.  Eigenvectors of small eigenvalues do: two grids agree to rounding
-    times the largest eigenvalue of a preconditioner over those.
+    Grids sum gradients in different orders, so these differ by rounding.  Where eigenvectors are not unique, since the
+    first gradient has equal singular values or is of low rank, the bases are those in which diag(1, …, n) is diagonal.
+    Elements of a turned gradient below 2⁻⁴⁰ of its largest one may be rounding of zeros, and are zeros.  So two grids
+    agree to rounding, times the largest eigenvalue of a preconditioner over its smallest ones that are not zero, whose
+    eigenvectors hang on rounding; the same holds of those of singular values that differ by little more than rounding.
+    In float32 what rounding leaves of a direction in which no gradient has a part counts as a gradient there, as for
+    Adam; a larger `eps` damps it.
     """
 
     NAME: ClassVar[str] = "soap"
@@ -423,10 +431,11 @@ class SOAP(Preconditioned):
                     states[f"{side}_basis"][...] = math.nan
                 return xp.full_like(g, math.nan)
             left, values, right = kernels.routines(g).svd(g, full_matrices=False)
-            rank = self._rank(values, max(g.shape) * float(xp.finfo(g.dtype).eps))
+            limit = negligible(g)
+            rank = self._rank(values, limit)
             for side, vectors in (("left", left), ("right", right.T)):
                 if side in sides:
-                    states[f"{side}_basis"][...] = completed(vectors[:, :rank])
+                    states[f"{side}_basis"][...] = completed(settled(vectors[:, :rank], values, limit))
             return xp.zeros_like(g)
         mean, square, t = states["mean"], states["square"], step - 1
         mean *= beta1
@@ -460,28 +469,36 @@ class SOAP(Preconditioned):
     def _refresh(states: dict[str, Block], side: str) -> None:
         """Make one step of the power iteration, with the columns in the order of their eigenvalues so far.
 
-        Where the preconditioner is of low rank, products of columns beyond it are rounding alone: those columns stay,
-        but for what the others take.
+        Where the preconditioner is of rank r < n, its products with the columns are dependent: the first r that are not
+        make the basis of its range, and the other columns stay, but for their part in that.
         """
         a, basis, square = states[side], states[f"{side}_basis"], states["square"]
         xp, product = namespace(a), a @ basis
-        values = xp.einsum("ij,ij->j", basis, product)
-        tiny = len(a) * float(xp.finfo(a.dtype).eps)
+        values, tiny = xp.einsum("ij,ij->j", basis, product), negligible(a)
         order = xp.argsort(xp.where(values > tiny * values.max(), -values, 0), kind="stable")
         square[...] = square[order] if side == "left" else square[:, order]
-        old = basis[:, order]
-        found, r = xp.linalg.qr(product[:, order])
+        product = product[:, order]
+        found, r = xp.linalg.qr(product)
         sizes = xp.abs(xp.diagonal(r))
-        good = sizes > tiny * sizes.max()
-        if has_values(good) and not bool(good.all()):
-            places = xp.argsort(~good, kind="stable")
-            found[:, places] = xp.linalg.qr(xp.concatenate([found[:, good], old[:, ~good]], axis=1))[0]
+        small = sizes <= tiny**0.5 * sizes.max()
+        if has_values(small) and bool(small.any()):
+            values = kernels.routines(a).eigvalsh(a)
+            rank = int((values > tiny * values.max()).sum())
+            places = xp.argsort(-sizes, kind="stable")
+            taken, others = xp.sort(places[:rank]), xp.sort(places[rank:])
+            if rank < len(a):  # those columns again, without what rounding left of the ones between them
+                columns = xp.concatenate([product[:, taken], basis[:, order[others]]], axis=1)
+                found[:, xp.concatenate([taken, others])] = xp.linalg.qr(columns)[0]
         basis[...] = found
 
     @staticmethod
     def _turned(x: Block, states: dict[str, Block]) -> Block:
+        """Return a matrix in the eigenbases, without what is rounding of zeros: Adam would divide it by eps alone."""
         x = states["left_basis"].T @ x if "left" in states else x
-        return x @ states["right_basis"] if "right" in states else x
+        x = x @ states["right_basis"] if "right" in states else x
+        xp = namespace(x)
+        sizes = xp.abs(x)
+        return xp.where(sizes < NOTHING * sizes.max(), 0, x)
 
     @staticmethod
     def _turned_back(x: Block, states: dict[str, Block]) -> Block:
@@ -495,6 +512,42 @@ def finite(a: Block) -> bool:
     What fails at a matrix's home would leave the other ranks waiting: its step is NaNs instead, as of other optimizers.
     """
     return not has_values(a) or bool(namespace(a).isfinite(a).all())
+
+
+def negligible(a: Block) -> float:
+    """Return the part of a matrix's largest singular value up to which others may be rounding alone."""
+    return max(*a.shape, LEAST) * float(namespace(a).finfo(a.dtype).eps)
+
+
+def settled(vectors: Block, values: Block, limit: float) -> Block:
+    """Return singular vectors, [n, rank], of which those of equal values diagonalize diag(1, …, n) on their span.
+
+    Of equal values any basis would do; this one is unique but for signs.
+
+    Parameters
+    ----------
+    vectors, values : array
+        In falling order of the values; more of these than vectors may be given.
+    limit : float
+        How far apart equal values are at the most, in units of the largest one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> abs(settled(np.array([[0.6, 0.8], [0.8, -0.6]]), np.ones(2), 1e-14)).round(3).tolist()
+    [[0.0, 1.0], [1.0, 0.0]]
+    """
+    xp, (n, rank) = namespace(vectors), vectors.shape
+    if not has_values(values):
+        return vectors
+    sizes = values[:rank].tolist()
+    cuts = [0, *(i for i in range(1, rank) if sizes[i - 1] - sizes[i] > limit * sizes[0]), rank]
+    found, weights = vectors.copy(), xp.arange(1, n + 1, dtype=vectors.dtype)
+    for start, stop in pairwise(cuts):
+        if stop - start > 1:
+            span = vectors[:, start:stop]
+            found[:, start:stop] = span @ kernels.routines(span).eigh(span.T * weights @ span)[1][:, ::-1]
+    return found
 
 
 def completed(columns: Block) -> Block:

@@ -101,9 +101,15 @@ def textbook_soap(p, grads, lr, betas=(0.95, 0.95), eps=1e-8, every=10, most=100
                 values[null] = 0
                 order = np.argsort(-values, kind="stable")
                 square = square[order] if s == 0 else square[:, order]
-                rank = np.linalg.matrix_rank(grams[s])
-                fresh = np.linalg.qr((grams[s] @ bases[s])[:, order[:rank]])[0]
-                bases[s] = np.linalg.qr(np.hstack([fresh, bases[s][:, order[rank:]]]))[0]
+                product, rank, taken = grams[s] @ bases[s], np.linalg.matrix_rank(grams[s]), []
+                for i in order:  # a product that depends on those before it gives no direction
+                    basis = np.linalg.qr(product[:, taken])[0]
+                    rest = product[:, i] - basis @ (basis.T @ product[:, i])
+                    if len(taken) < rank and np.linalg.norm(rest) > 1e-10 * np.linalg.norm(grams[s], 2):
+                        taken.append(i)
+                others = [i for i in order if i not in taken]
+                made, places = np.linalg.qr(np.hstack([product[:, taken], bases[s][:, others]]))[0], [*taken, *others]
+                bases[s] = made[:, [places.index(i) for i in order]]
     return p
 
 
@@ -160,6 +166,49 @@ def test_steps_are_those_of_the_paper(kind, textbook, options, more, zero, make_
             give(ps, [2 * g for g in grads], zero)
             optimizer.step(0.5)
         check(ps, want, zero, 1e-11)
+
+
+def gradients(rng, rows, columns):
+    """Four gradients of each kind for which eigenvectors are not unique at first, or are not for long."""
+    rank, size = max(1, min(rows, columns) // 2), (rows, columns)
+    left, right = rng.normal(size=(rows, rank)), rng.normal(size=(rank, columns))
+    turn = np.linalg.qr(rng.normal(size=(max(size),) * 2))[0][:rows, :columns]
+    yield "rank one", [rng.normal(size=(rows, 1)) @ rng.normal(size=(1, columns)) for _ in range(4)]
+    yield "low rank", [rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, columns)) for _ in range(4)]
+    yield "one range", [left @ rng.normal(size=(rank, columns)) for _ in range(4)]
+    yield "the same", [1e4 * left @ right] * 4
+    yield "zero rows", [rng.normal(size=size) * (np.arange(rows) % 3 > 0)[:, None] for _ in range(4)]
+    yield "equal values", [turn, *(rng.normal(size=size) for _ in range(3))]
+    yield "full rank", [rng.normal(size=size) for _ in range(4)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("zero", [False, True], ids=["whole", "shared"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_grids_whose_gradients_differ_by_rounding_agree(every, zero, make_grid, world, full):
+    """SOAP's steps hang on no choice that rounding makes: of eigenvectors, of their order, of a rank."""
+    rng = np.random.default_rng(every)
+    kinds = [kind for shape in ((7, 11), (16, 5), (8, 8), (3, 9)) for kind in gradients(rng, *shape)]
+    alone = pla.Grid({"r": 1, "c": 1, "d": 1}, world.sub((world.rank,), ()))
+    for sizes in grids(world.size, full)[-1:]:
+        grid, found = make_grid(dict(zip("rcd", sizes, strict=True))), []
+        for place, noise in ((alone, 0), (grid, 2.2e-16)):
+            ps = [
+                pla.Parameter(pla.zeros(g[0].shape, grid=place, layout=L("r", "c")), f"p{i}")
+                for i, (_, g) in enumerate(kinds)
+            ]
+            for p in ps:
+                p.matrix = (0, 1)
+                if zero and place is grid:
+                    sharded(p)
+            optimizer = optim.SOAP(ps, lr=0.1, precondition_frequency=every)
+            for t in range(4):
+                off = [1 + noise * rng.integers(-1, 2, size=g[t].shape) for _, g in kinds]
+                give(ps, [g[t] * each for (_, g), each in zip(kinds, off, strict=True)], zero and place is grid)
+                optimizer.step()
+            found.append(ps)
+        check(found[1], [p.gather() for p in found[0]], zero, 1e-10)
+    alone.close()
 
 
 def test_roots_are_inverse_roots():
