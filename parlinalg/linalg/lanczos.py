@@ -236,7 +236,8 @@ def eigsh(
     draws, assumed = default_rng(0), assumed_steps(v)
     maxiter = 10 * n if maxiter is None else whole("eigsh: maxiter", maxiter, 1)
     turns = maxiter
-    turns, unit = turns if assumed is None else min(turns, assumed), None
+    turns = turns if assumed is None else min(turns, assumed)
+    unit: Any = None
     for turn in range(turns):
         last, scale = 0.0, 1.0
         for j in range(basis.count - 1, held):
