@@ -290,7 +290,10 @@ def _shift(value: Any) -> float:
     real = isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and np.isrealobj(value))
     if not real or isinstance(value, bool) or not math.isfinite(value):
         kind = ValueError if real else TypeError
-        raise kind(f"eigsh: sigma is a real number, finite as the eigenvalues of Hermitian matrices, not {value!r}")
+        raise kind(
+            "eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, and a finite one, "
+            f"not {value!r}"
+        )
     return float(value)
 
 
