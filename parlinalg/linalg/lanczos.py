@@ -237,10 +237,13 @@ def eigsh(
     maxiter = 10 * n if maxiter is None else whole("eigsh: maxiter", maxiter, 1)
     turns = maxiter
     turns = turns if assumed is None else min(turns, assumed)
+    unit: Any = None
     for turn in range(turns):
         last, scale = 0.0, 1.0
         for j in range(basis.count - 1, held):
-            w, h, last = basis.orthogonalized(product(times(basis[j]), (n,), v, v.layout, dtype, "eigsh: A x"))
+            w = product(times(basis[j]), (n,), v, v.layout, dtype, "eigsh: A x")
+            unit = _unit(w) if unit is None else unit  # of the first, so that squares stay in range
+            w, h, last = basis.orthogonalized(unit * w)
             t[: j + 1, j], t[j, : j + 1] = h, h.conj()
             if not np.isfinite([*h, last]).all():
                 raise LinAlgError("eigsh met NaNs or infinities")
@@ -263,7 +266,7 @@ def eigsh(
         converged = (bounds[wanted] <= enough[wanted]).all() if assumed is None else turn + 1 == turns
         if held == n or converged:
             wanted = np.sort(wanted)
-            found = values[wanted] if sigma is None else sigma + 1 / values[wanted]
+            found = values[wanted] / unit.real if sigma is None else sigma + unit.real / values[wanted]
             rising = np.argsort(found)
             w = _values(found[rising], v)
             if not return_eigenvectors and sigma is None:
@@ -287,14 +290,17 @@ def _shift(value: Any) -> float:
     real = isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and np.isrealobj(value))
     if not real or isinstance(value, bool) or not math.isfinite(value):
         kind = ValueError if real else TypeError
-        raise kind(f"eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, not {value!r}")
+        raise kind(
+            "eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, and a finite one, "
+            f"not {value!r}"
+        )
     return float(value)
 
 
 def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, accuracy: float) -> None:
     """Raise LinAlgError if x are no eigenvectors of a: rounding in (A − sigma I)⁻¹ can be as large as they are."""
-    rest = norm(matmul(a, x) - x * w, axis=0).max()
-    size = norm(a)
+    unit = _unit(a).real
+    rest, size = norm(unit * matmul(a, x) - x * (unit * w), axis=0).max() / unit, norm(unit * a) / unit
     if not a.grid.backend.values or float(rest) <= accuracy * (float(size) + abs(sigma)):
         return
     raise LinAlgError(
@@ -378,16 +384,23 @@ def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **optio
             **options,
         )  # fmt: skip
         return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
-    image = forward(start[:, None])[:, 0]
-    with np.errstate(all="ignore"):
-        unit = dtype.type(Vectors(start).norm(start) / Vectors(image).norm(image))  # so that squares stay in range
-    unit = unit if 0 < unit.real < np.inf else dtype.type(1)
-    _, v = eigsh(lambda x: unit * backward(unit * forward(x[:, None]))[:, 0], k, v0=start, **options)
+    start = start * _unit(start)
+    unit = _unit(forward(start[:, None]))  # so that squares stay in range
+    _, v = eigsh(lambda x: backward(unit * forward(unit * x[:, None]))[:, 0], k, v0=start, **options)
     if names == ["S"]:
         return {"S": svdvals(forward(v))}
     u, s, turn = svd(forward(v), full_matrices=False)
     found = {"U": u, "S": s}
     return found | {"Vh": matmul(turn, v.mT.conj())} if "Vh" in names else found
+
+
+def _unit(x: DistArray) -> Any:
+    """Return the power of two that brings the largest element near 1, as far as it and its products are in range."""
+    largest = float(abs(x).max())
+    if not x.grid.backend.values or not 0 < largest < math.inf:
+        return x.dtype.type(1)
+    most = np.finfo(x.dtype).maxexp - 24
+    return x.dtype.type(math.ldexp(1.0, max(-most, min(most, -math.frexp(largest)[1]))))
 
 
 @primitive

@@ -314,6 +314,8 @@ def plan_linalg(
     constants = blocks.machine() if machine is None else machine
     given = None if block is None else _number("block", block, 1)
     wanted = None if depth is None else _number("depth", depth, 1)
+    if not isinstance(pivoting, bool):
+        raise PlanError(f"pivoting is True or False, not {pivoting!r}")
     if pivoting and routine != "qr":
         raise PlanError(f"pivoting=True is for qr, not {routine}; lu and solve always choose pivots")
     if pivoting and given is not None:

@@ -741,6 +741,24 @@ def test_complex_pivots_of_parts_without_reciprocals(grid, dtype):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triangles_are_solved_in_pieces(dtype, order, monkeypatch):
+    """In all ways, with pieces that are not multiples of the rows, and few right-hand sides or many."""
+    monkeypatch.setattr(kernels, "PIECE", 7)
+    rng, n = np.random.default_rng(5), 23
+    for lower, adjoint, unit, right, k in itertools.product(*[(False, True)] * 4, (1, 3, 40)):
+        full = (random((n, n), dtype, rng) / n + 2 * np.eye(n)).astype(dtype, order=order)  # beside the triangle too
+        t = np.tril(full) if lower else np.triu(full)
+        t = t - np.diag(np.diag(t) - 1) if unit else t
+        want = random((k, n) if right else (n, k), dtype, rng)
+        op = t.conj().T if adjoint else t
+        b = np.asarray(want @ op if right else op @ want, order=order)
+        kernels.substitute(full, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        np.testing.assert_allclose(b, want, atol=1e3 * np.finfo(dtype).eps)
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1021, 1033), (2, 300_000), (3000, 257)], ids=str
 )

@@ -354,6 +354,24 @@ def test_squares_beyond_single_precision(grid, dtype, size):
     close(s[:1], np.array([30 * size]), 1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e-170, 1e160, 1e300])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_values_whose_squares_are_out_of_range(grid, dtype, size):
+    n = 23
+    a, w = definite(n, dtype)
+    w, large = w * size, placed(grid, (a * size).astype(dtype), 1)
+    found, x = eigsh(large, 3, which="LA")
+    close(found, w[-3:], 1e-13)
+    assert np.abs((a @ x.gather()) * size - x.gather() * found.gather()).max() <= 1e-12 * w[-1]
+    for sigma in (0.0, 1.9 * size):  # whose inverse has the larger squares
+        close(eigsh(large, 2, sigma=sigma, return_eigenvectors=False), w[:2], 1e-13)
+    for shape, seed in (((n, n), 2), ((n, n - 4), 1), ((n - 4, n), 1)):
+        s = np.linalg.svd(a[: shape[0], : shape[1]], compute_uv=False)[:3] * size
+        b, start = placed(grid, a[: shape[0], : shape[1]] * size, seed), placed(grid, random(shape[1], seed=4), 0)
+        for v0 in (None, start):
+            close(svds(b, 3, v0=v0).S, s, 1e-13)
+
+
 def test_shifts_of_eigsh(grid):
     """What counts as an eigenpair is told by the tolerance that was asked for and by the size of the shift."""
     a = definite(20)[0]

@@ -92,6 +92,8 @@ def test_plans_of_qr_with_pivoting():
     assert "which its Gram matrix gives" in plan_linalg("qr", 65536, 256, ranks=8, pivoting=True).explain()
     with pytest.raises(PlanError, match="tiles of 32 columns on any grid; leave block=8 out"):
         plan_linalg("qr", 99, ranks=4, pivoting=True, block=8)
+    with pytest.raises(PlanError, match="pivoting is True or False, not 'no'"):
+        plan_linalg("qr", 99, ranks=4, pivoting="no")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="pivoting=True is for qr, not lu"):
         plan_linalg("lu", 99, ranks=4, pivoting=True)
 
