@@ -302,7 +302,7 @@ class Board:
         """Return the rows of all ranks, one each, and the function that returns what a rank, its argument, offers.
 
         In common memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
-        Collective, and so is the function.
+        Collective, and so is the function, which is to be called before the board is used again.
         """
         comm, width, end = self.comm, mine.size, mine.size + offer.size
         if self._memory is None or end > self._memory.shape[2] or comm.size == 1:
