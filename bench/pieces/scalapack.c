@@ -1,8 +1,9 @@
 /* One piece of bench/linalg.py: ScaLAPACK's routines in float64, or with -DSINGLE in float32, on the squarest grid.
- * usage: mpirun -n P scalapack ROUTINE M N REPEATS NB   (built by bench/linalg.py with mpicc and libscalapack-openmpi-dev)
- * ROUTINE: cholesky, lu, solve, triangular, qr, pivoted-qr, lstsq, eigh, svd.  qr and pivoted-qr make Q and R, solve, triangular and lstsq have
- * 16 right-hand sides, and eigh and svd make vectors.  Rank 0 prints JSON: the seconds of every repeat, the longest over
- * the ranks. */
+ * usage: mpirun -n P scalapack ROUTINE M N REPEATS NB   (built by bench/linalg.py with mpicc and
+ * libscalapack-openmpi-dev)
+ * ROUTINE: cholesky, lu, solve, triangular, qr, pivoted-qr, lstsq, eigh, svd.  qr and pivoted-qr make Q and R, solve,
+ * triangular and lstsq have 16 right-hand sides, and eigh and svd make vectors.  Rank 0 prints JSON: the seconds of
+ * every repeat, the longest over the ranks. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -160,10 +160,10 @@ def _add_to_diagonal(a: DistArray, value: float) -> None:
 
 def _norm(a: DistArray, power: int) -> float:
     """Return the largest sum of the absolute values of a column of a power of the matrix."""
-    return told(abs(a).sum(axis=0).max(), power)
+    return as_number(abs(a).sum(axis=0).max(), power)
 
 
-def told(norm: DistArray, power: int) -> float:
+def as_number(norm: DistArray, power: int) -> float:
     """Return a norm of so high a power of the matrix; without values the power of what is assumed."""
     return float(norm) if norm.grid.backend.values else float(norm) ** power
 
@@ -178,7 +178,7 @@ def _estimate(power: int, *factors: DistArray) -> float:
         for each in reversed(factors):
             y = each @ y
         size = abs(y)
-        now = told(size.sum(), power)
+        now = as_number(size.sum(), power)
         if not math.isfinite(now) or (now <= found and assumed is None):
             return max(now, found)
         found = now
@@ -202,14 +202,14 @@ def _numbers(v: DistArray) -> DistArray:
 def _excess(a: DistArray, m: int, squarings: int) -> int:
     """Return how many squarings more the degree needs, by the norm of |A|^(2m + 1)."""
     size = abs(a)
-    one = told(size.sum(axis=0).max(), 1)
+    one = as_number(size.sum(axis=0).max(), 1)
     if not one:
         return 0
     size /= size.dtype.type(one)
     v = ones(a.shape[0], grid=a.grid, dtype=size.dtype)
     for _ in range(2 * m + 1):
         v = v @ size
-    largest = told(v.max(), 0)
+    largest = as_number(v.max(), 0)
     if not largest:
         return 0
     log = math.log2(largest) + 2 * m * (math.log2(one) - squarings) - math.log2(ERROR[m])
@@ -370,7 +370,7 @@ def halley(a: DistArray) -> DistArray | None:
         a.grid.backend.assume("condition", "the number of steps of a polar decomposition")
     real = a.real.dtype.type
     eps = float(np.finfo(a.dtype).eps)
-    largest = told(abs(a).max(), 0) if a.size else 0.0
+    largest = as_number(abs(a).max(), 0) if a.size else 0.0
     if not largest:
         return eye(m, n, dtype=a.dtype, grid=a.grid, layout=layout)
     x = a * kernels.units(np.asarray(largest, real))[()]
@@ -428,10 +428,10 @@ def _least(r: DistArray, eps: float) -> float:
 
 def _frobenius(a: DistArray) -> float:
     """Return the square root of the sum of squares, which may be out of range themselves."""
-    largest = told(abs(a).max(), 0)
+    largest = as_number(abs(a).max(), 0)
     if not largest or not math.isfinite(largest):
         return largest
-    return largest * math.sqrt(told((abs(a / a.real.dtype.type(largest)) ** 2).sum(), 0))
+    return largest * math.sqrt(as_number((abs(a / a.real.dtype.type(largest)) ** 2).sum(), 0))
 
 
 # ------------------------------------------------------------------------------------------------ bases
