@@ -13,10 +13,11 @@ import numpy as np
 from parlinalg.backend import compiled
 from parlinalg.backend.blas import blas_threads
 
+THREADS = 2
+"""Threads of BLAS up to which a loop, which has one, is faster."""
 COLUMNS = {4: 8, 8: 16}
-"""The most columns of which a loop is faster than BLAS on one thread, by the bytes of a number: on an EPYC it took 0.16
-ns for an element of the matrix with one column in float64, 0.5 with eight and 0.9 with 16, where BLAS took 0.63, 0.78
-and 1.1; on two threads 0.31, 0.38 and 0.52.  With t threads it has a t² of the columns."""
+"""The most columns of which a loop is faster, by the bytes of a number: on an EPYC it took 0.25 ns for an element of
+the matrix with one column in float64, 0.8 with eight and 1.2 with 16, where BLAS took 0.75, 1.3 and 1.5."""
 LENGTH = 512
 """Columns of the matrix that are read at a time: so much of four rows and of two columns stays in a core's cache."""
 CORNER = 32
@@ -25,10 +26,10 @@ CORNER = 32
 
 def ready(a: Any, x: Any) -> bool:
     """Return True if the loops can multiply parts of a matrix with these columns, and are the faster way."""
-    if not (a.flags.c_contiguous and compiled.ready(a, x)):
+    if not (a.flags.c_contiguous and compiled.ready(a, x) and 0 < x.shape[1] <= COLUMNS[x.itemsize]):
         return False
     threads = blas_threads()
-    return threads is not None and 0 < x.shape[1] * threads**2 <= COLUMNS[x.itemsize]
+    return threads is not None and threads <= THREADS
 
 
 def subtract(y: np.ndarray, a: np.ndarray, rows: slice, columns: slice, x: np.ndarray) -> None:

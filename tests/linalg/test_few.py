@@ -63,7 +63,7 @@ def test_triangular_solutions_by_loops(world, backend, dtype, lower, tune, monke
     """On one to three axes, in any layout, with pieces that are not multiples of the loops' lengths."""
     tune(must=backend == "numpy", COMPILED_SIZE=1)  # blocks of a GPU ask for no loops
     monkeypatch.setattr(triangular, "PIECE", 37)
-    monkeypatch.setattr(few, "COLUMNS", {4: 1 << 20, 8: 1 << 20})  # with any number of threads
+    monkeypatch.setattr(few, "THREADS", 1 << 10)
     taken = []
     monkeypatch.setattr(
         few, "substitute", lambda *args, _as=few.substitute, **kept: taken.append(1) or _as(*args, **kept)
