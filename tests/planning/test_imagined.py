@@ -858,7 +858,7 @@ LONG = (2, 256, 2, 3, 16)
         (LONG, {"order": "zigzag", "causal": True}, False),
         ((2, 63, 2, 3, 16), {}, False), ((2, 64, 2, 3, 16), {}, True), ((2, 256, 2, 3, 12), {}, False),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_traces_tell_where_attention_is_fused(shape: tuple[int, ...], options: dict[str, Any], fused: bool) -> None:
     """Where the library gives 16-bit attention on a GPU to cuDNN, and where products compute it."""
