@@ -269,12 +269,14 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
     rows than columns is factored by QR first.
     """
-    from parlinalg.linalg.matrix_functions import as_number, halley
+    from parlinalg.linalg.matrix_functions import halley
 
     (m, n), layout = x.shape, x.layout.with_partial(())
     if not n:
         return None
-    unit = kernels.units(np.asarray(as_number(abs(x).max(), 0), x.real.dtype))[()]  # else sums may leave the range
+    largest, unit = abs(x).max(), x.real.dtype.type(1)
+    if x.grid.backend.values:
+        unit = kernels.units(np.asarray(float(largest), x.real.dtype))[()]  # so that sums stay in range
     x = x * unit if unit != 1 else x
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
