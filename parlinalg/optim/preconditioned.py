@@ -511,7 +511,7 @@ def finite(a: Block) -> bool:
 
     What fails at a matrix's home would leave the other ranks waiting: its step is NaNs instead, as of other optimizers.
     """
-    return not has_values(a) or bool(namespace(a).isfinite(a).all())
+    return not has_values(a) or kernels.finite(a)
 
 
 def negligible(a: Block) -> float:
