@@ -8,11 +8,9 @@ else does.  On the host stays what is small and sequential, as pivots and the si
 from __future__ import annotations
 
 import cmath
-import ctypes
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from itertools import pairwise
 from threading import Thread
 from typing import Any
@@ -88,9 +86,7 @@ def raising(like: Block) -> Any:
 
 def lapack(name: str, dtype: np.dtype[Any]) -> Any:
     """Return a function of LAPACK for a dtype."""
-    from scipy.linalg import get_lapack_funcs
-
-    return get_lapack_funcs((name,), dtype=dtype)[0]
+    return blas.scipy_linalg().get_lapack_funcs((name,), dtype=dtype)[0]
 
 
 LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
@@ -105,18 +101,6 @@ NARROW, PIECE = 32, 512
 on one thread; products it shares out."""
 
 
-@cache
-def _fortran(name: str, arguments: int) -> Any:
-    """Return a function of LAPACK from what SciPy has for Cython."""
-    from scipy.linalg import cython_lapack
-
-    capsule = cython_lapack.__pyx_capi__[name]
-    label, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
-    label.restype, label.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(pointer(capsule, label(capsule)))
-
-
 def bound(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> Callable[[], int]:
     """Return the call of a function of LAPACK that SciPy has for Cython alone, which returns its last argument, `info`.
 
@@ -127,7 +111,8 @@ def bound(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> Cal
         np.frombuffer(a.encode(), np.uint8) if isinstance(a, str) else np.array(a, np.intc) if isinstance(a, int) else a
         for a in (*args, np.zeros(1, np.intc))
     ]
-    function, pointers = _fortran(LETTERS[dtype.char] + name, len(held)), [a.ctypes.data for a in held]
+    function = blas.of_scipy("cython_lapack", LETTERS[dtype.char] + name, len(held))
+    pointers = [a.ctypes.data for a in held]
 
     def run() -> int:
         function(*pointers)
@@ -185,9 +170,7 @@ def _in_pieces(t: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> None:
 def _substitute(t: np.ndarray, b: np.ndarray, *, right: bool, lower: bool, adjoint: bool, unit: bool) -> None:
     if substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
         return
-    from scipy.linalg import solve_triangular
-
-    trans = "C" if adjoint else "N"
+    solve_triangular, trans = blas.scipy_linalg().solve_triangular, "C" if adjoint else "N"
     if right:  # x op(t) = b is op(t)ᴴ xᴴ = bᴴ
         trans = "N" if adjoint else "C"
         b[...] = solve_triangular(t, b.conj().T, trans, lower, unit, check_finite=False).conj().T
@@ -485,9 +468,9 @@ def _pivoted_qr(a: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray, np
     more = [np.zeros(2 * n, a.real.dtype)] if dtype.kind == "c" else []
     work = np.zeros(size, dtype)
     if blas.lapack("geqp3", dtype, m, n, y, m, p, tau, work, size, *more) is None:
-        from scipy.linalg import qr
-
-        q, r, p = qr(a, mode="full" if columns > k else "economic", pivoting=True, check_finite=False)
+        q, r, p = blas.scipy_linalg().qr(
+            a, mode="full" if columns > k else "economic", pivoting=True, check_finite=False
+        )
         return q[:, :columns], r[:k], p
     r = np.triu(y[:k, :n])
     if columns:

@@ -11,6 +11,7 @@ from parlinalg.array.core import DistArray, truth
 from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
 from parlinalg.backend import shape_solver
+from parlinalg.backend.blas import scipy_linalg
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import cut_lengths
 from parlinalg.linalg import kernels
@@ -483,6 +484,4 @@ def _exponentials(x: DistArray, block: Any) -> Any:
     """Return the exponentials of this rank's matrices, by SciPy."""
     if not has_values(block):
         return shape_solver.exponential(block)
-    import scipy.linalg
-
-    return x.grid.backend.from_host(scipy.linalg.expm(x.grid.backend.to_host(block)).astype(x.dtype, copy=False))
+    return x.grid.backend.from_host(scipy_linalg().expm(x.grid.backend.to_host(block)).astype(x.dtype, copy=False))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 from functools import partial
 
@@ -51,6 +53,33 @@ def test_the_library_obeys(monkeypatch: pytest.MonkeyPatch, without: bool) -> No
             library.set_num_threads(threads)
 
 
+SCIPY_LATER = """
+import sys
+import threadpoolctl
+from parlinalg.backend import blas
+
+without, sys.modules["threadpoolctl"] = {without}, None if {without} else threadpoolctl
+blas.cores = lambda: set(range(4))
+assert "scipy" not in sys.modules
+blas.set_blas_threads(2)
+blas.scipy_linalg()
+found = [library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+assert set(found) == {{2}}, found
+blas.set_blas_threads(4)
+found = [library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+assert set(found) == {{1}}, found
+"""
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["threadpoolctl", "ctypes"])
+def test_a_library_that_scipy_loads_later_obeys(without: bool) -> None:
+    if without and any(blas._in_openblas(name) is None for name in ("scipy_openblas_get_num_threads64_",)):
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    environment = {name: value for name, value in os.environ.items() if name not in blas.LIMITS}
+    program = SCIPY_LATER.format(without=without)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
 def test_only_ranks_on_the_same_cores_share_them() -> None:
     bound = [["a", "3"], ["a", "c"], ["b", "3"], ["b", "f"]]
     assert [blas.sharing(bound, rank) for rank in range(4)] == [1, 1, 2, 2]
@@ -78,6 +107,7 @@ def matrices(dtype):
     yield drawn(4, 3), drawn(4, 0), drawn(0, 3)
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.complex128, ">f8"])
 def test_a_product_is_added(dtype):
     for y, x, w in matrices(dtype):
@@ -89,9 +119,17 @@ def test_a_product_is_added(dtype):
             np.testing.assert_array_equal(y.base[:, :2], around[:, :2])
 
 
-def test_a_product_of_two_host_matrices_is_added_by_the_blas():
-    if blas._in_openblas("scipy_cblas_dgemm64_") is None:
+@pytest.fixture(params=["numpy", "scipy"])
+def library(request, monkeypatch):
+    """The library whose BLAS is called: that in NumPy's wheel, or SciPy's, where NumPy is none."""
+    if request.param == "scipy":
+        monkeypatch.setattr(blas, "_in_openblas", lambda *names: None)
+    elif blas.blas_threads() is None:
         pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+
+
+@pytest.mark.usefixtures("library")
+def test_a_product_of_two_host_matrices_is_added_by_the_blas():
     done = [blas.added(y, x, w) for y, x, w in matrices(np.float64) if y.ndim == 2 and y.size and x.size]
     assert sum(done) > 0.6 * len(done)
 
@@ -101,10 +139,9 @@ def whole_numbers(rng, dtype, *shape):
     return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
 def test_a_square_is_added_to_the_lower_triangle(dtype):
-    if blas._in_openblas("scipy_cblas_dsyrk64_") is None:
-        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
     whole = partial(whole_numbers, np.random.default_rng(7), dtype)
 
     for n, k in itertools.product((1, 2, 7, 64), (1, 3, 40)):
@@ -119,10 +156,9 @@ def test_a_square_is_added_to_the_lower_triangle(dtype):
         np.testing.assert_array_equal(around, want)
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
 def test_products_with_an_upper_triangle(dtype):
-    if blas._in_openblas("scipy_cblas_dtrmm64_") is None:
-        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
     whole = partial(whole_numbers, np.random.default_rng(8), dtype)
 
     for n, k, adjoint, order in itertools.product((1, 2, 7, 64), (1, 3, 40), (False, True), "CF"):
@@ -131,6 +167,31 @@ def test_products_with_an_upper_triangle(dtype):
         want[1:-1, 2:-1] = (upper.conj().T if adjoint else upper) @ around[1:-1, 2:-1]
         if blas.multiplied(t, around[1:-1, 2:-1], adjoint=adjoint):
             np.testing.assert_array_equal(around, want)
+        else:  # the conjugate of what lies there turned
+            assert (adjoint, order, np.dtype(dtype).kind) == (True, "F", "c")
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+def test_triangles_are_solved_in_place(dtype, threads, monkeypatch):
+    monkeypatch.setattr(blas, "blas_threads", lambda: threads)  # one calls SciPy's in any case
+    whole, flags = partial(whole_numbers, np.random.default_rng(9), dtype), (False, True)
+    for n, k, right, lower, adjoint, unit, order in itertools.product((1, 2, 7, 64), (1, 3, 40), *[flags] * 4, "CF"):
+        used = (np.tril if lower else np.triu)(whole(n, n), -1 if lower else 1) / dtype(16 * n)
+        t = np.where(np.tri(n, k=-1, dtype=bool) == lower, used, np.nan)  # the other triangle is not read
+        used[np.arange(n), np.arange(n)] = t[np.arange(n), np.arange(n)] = 1
+        if not unit:
+            used[np.arange(n), np.arange(n)] = t[np.arange(n), np.arange(n)] = whole(n) + 20
+        t, operation = np.array(t, dtype, order=order), used.conj().T if adjoint else used
+        x, around = whole(*((k, n) if right else (n, k))), whole(*((k + 2, n + 3) if right else (n + 2, k + 3)))
+        want = around.copy()
+        want[1:-1, 2:-1] = x
+        around[1:-1, 2:-1] = x @ operation if right else operation @ x
+        if blas.substituted(t, around[1:-1, 2:-1], right=right, lower=lower, adjoint=adjoint, unit=unit):
+            np.testing.assert_allclose(around, want, rtol=0, atol=500 * np.finfo(dtype).eps)
+            around[1:-1, 2:-1] = want[1:-1, 2:-1]
+            np.testing.assert_array_equal(around, want)  # what is around it stays
         else:  # the conjugate of what lies there turned
             assert (adjoint, order, np.dtype(dtype).kind) == (True, "F", "c")
 
