@@ -213,45 +213,17 @@ class LUFactor(Factor):
         self.tiles = tiles = tiles_for(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
-        more, width = [x[:0] for x in every], 0
-        alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
-        sides: Any = None
-        given: Any = None
         if b is not None:  # right-hand sides ride along, in tiles behind those of A
             extra = b.shape[1]
             every = tiles.columns(n + extra)
-            more = self._more = [x[x >= n] - n for x in every]
-            width = len(more[tiles.j])
-        if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
-            given = a.summed().block
-            t, given = kernels.in_columns(given, width), None if spent else given
-        elif alone:  # the GPU's library changes nothing
-            t = a.summed().block
-            sides = t[:, :0]
-        elif tiles.D == 1:
-            t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
-        else:
-            t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
-        if spent:
-            a.adopt(a.block[:0].copy())
-        if b is not None:
-            if isinstance(b, Identity):
-                sides = b.tiles(tiles, more, a.dtype)
-            else:
-                sides = tiles.bring(b, tiles.rows(m), more)
-                if spent:
-                    b.adopt(b.block[:0].copy())
-            sides = tiles.layered(sides, more)
-            if tiles.D == 1 and self.grid.inside and not alone:
-                t[:, t.shape[1] - width :] = sides
-            elif not alone:
-                t = namespace(t).hstack([t, sides])
-        behind = sides if alone else t[:, t.shape[1] - width :]
+            self._more = [x[x >= n] - n for x in every]
+        alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
+        t, behind, given = self._assembled(a, b, alone, spent)
         # of a square matrix LAPACK's factors tell: what is not finite stays where it is, but for its row's place
         late = m == n and isinstance(t, np.ndarray)  # cuSOLVER has zeros for NaNs below the diagonal
         finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
         work = LU(tiles, t, (m, n), extra, behind if alone else None, given)
-        del sides, behind
+        del behind
         with np.errstate(all="ignore"):
             work.run()
         doubtful = late and not kernels.finite(work.a)
@@ -269,6 +241,44 @@ class LUFactor(Factor):
         refuse_odd(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
+
+    def _assembled(
+        self, a: DistArray, b: DistArray | Identity | None, alone: bool, spent: bool
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        """Return this rank's tiles of A with those of b behind them, those of b, and A as `LU` takes it once more.
+
+        `alone` on one GPU, whose library does not overwrite A: then the tiles of b lie in an array of their own.
+        Collective.
+        """
+        tiles, m = self.tiles, a.shape[0]
+        width = 0 if b is None else len(self._more[tiles.j])
+        sides: Any = None
+        given: Any = None
+        if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
+            given = a.summed().block
+            t, given = kernels.in_columns(given, width), None if spent else given
+        elif alone:
+            t = a.summed().block
+            sides = t[:, :0]
+        elif tiles.D == 1:
+            t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
+        else:
+            t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
+        if spent:
+            a.adopt(a.block[:0].copy())
+        if b is not None:
+            if isinstance(b, Identity):
+                sides = b.tiles(tiles, self._more, a.dtype)
+            else:
+                sides = tiles.bring(b, tiles.rows(m), self._more)
+                if spent:
+                    b.adopt(b.block[:0].copy())
+            sides = tiles.layered(sides, self._more)
+            if tiles.D == 1 and self.grid.inside and not alone:
+                t[:, t.shape[1] - width :] = sides
+            elif not alone:
+                t = namespace(t).hstack([t, sides])
+        return t, sides if alone else t[:, t.shape[1] - width :], given
 
     def _flatten(self, deep: Tiles, every: list[Numbers]) -> None:
         """Bring L and U, of which layers have panels and rows of panels, to tiles of one layer.  Collective."""

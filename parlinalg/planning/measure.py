@@ -195,33 +195,8 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             f"measured by parlinalg doctor --machine on {comm.size} ranks of {len(nodes)} nodes: {backend.device}, "
             f"{platform.machine()}, {grid.threads} BLAS threads a rank"
         )
-        floor, processors = 0.0, 0
-        if backend.cuda:
-            xp, number = backend.xp, backend.xp.cuda.get_device_id()
-            small = backend.zeros(8, np.float32)
-            shortest = partial(_seconds, lambda: xp.add(small, small), backend, 0.02)
-            floor = _agreed(comm, at_work, lambda: {"seconds": shortest()})["seconds"]
-            processors = int(xp.cuda.runtime.getDeviceProperties(number)["multiProcessorCount"])
-        gemm = {
-            dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source, processors, floor)
-            for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
-        }
-        attention = _fused_rates(_agreed(comm, at_work, partial(_fused_attention, backend)), source)
-        found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
         crowd = max(1.0, (comm.size if shared else per_node) / units)
-        if crowd > 1:  # the ranks push each other's data out of the caches too
-            every = _agreed(comm, True, lambda: {"overhead": _overhead(backend, gemm["float32"], thread_time)})
-            found["overhead"] = max(found["overhead"], every["overhead"])
-        operations = Kernels(
-            overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
-            floor=floor, asynchronous=backend.cuda,
-            points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
-            rates=_rates(found),
-        )  # fmt: skip
-        if not backend.cuda:  # where each copy is a launch
-            pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
-            passed = 2 * 4 * math.prod(PIECE)
-            operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
+        gemm, attention, operations = _computation(comm, backend, at_work, crowd > 1, source)
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)
@@ -243,6 +218,39 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound,
             attention=attention, fused_attention=planning.LIBRARY if attention else False,
         )  # fmt: skip
+
+
+def _computation(
+    comm: Comm, backend: Backend, at_work: bool, crowded: bool, source: str
+) -> tuple[dict[str, GemmRate], dict[str, FusedAttention], Kernels]:  # fmt: skip
+    """Return the rates of products by dtype, of fused attention, and of kernels, as the ranks at work measure them."""
+    floor, processors = 0.0, 0
+    if backend.cuda:
+        xp, number = backend.xp, backend.xp.cuda.get_device_id()
+        small = backend.zeros(8, np.float32)
+        shortest = partial(_seconds, lambda: xp.add(small, small), backend, 0.02)
+        floor = _agreed(comm, at_work, lambda: {"seconds": shortest()})["seconds"]
+        processors = int(xp.cuda.runtime.getDeviceProperties(number)["multiProcessorCount"])
+    gemm = {
+        dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source, processors, floor)
+        for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
+    }
+    attention = _fused_rates(_agreed(comm, at_work, partial(_fused_attention, backend)), source)
+    found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
+    if crowded:  # the ranks push each other's data out of the caches too
+        every = _agreed(comm, True, lambda: {"overhead": _overhead(backend, gemm["float32"], thread_time)})
+        found["overhead"] = max(found["overhead"], every["overhead"])
+    operations = Kernels(
+        overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
+        floor=floor, asynchronous=backend.cuda,
+        points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
+        rates=_rates(found),
+    )  # fmt: skip
+    if not backend.cuda:  # on a GPU each copy is a launch
+        pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
+        passed = 2 * 4 * math.prod(PIECE)
+        operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
+    return gemm, attention, operations
 
 
 def _placed(

@@ -264,6 +264,20 @@ class _Task:
         dp -= dot
         dp *= p
 
+    def write_dq(self, target: Block, dqs: Block | None, rows: slice, add: bool) -> None:
+        """Write the scaled gradient of queries `rows`, or add it to, [batch, heads, g, rows, e]; None where it is 0."""
+        if dqs is None:
+            if not add:
+                target[...] = 0
+        elif add:
+            dqs *= self.scale
+            target += self.apart(dqs, rows)
+        elif target.dtype == self.work:
+            self.xp.multiply(self.apart(dqs, rows), self.scale, out=target)
+        else:
+            dqs *= self.scale
+            target[...] = self.apart(dqs, rows)
+
     def thinned(self, s: Block, factor: Block, rows: slice) -> Block:
         """s times the factors of dropout, in an array of its own."""
         out = self.room.get("thinned", *s.shape)
@@ -447,18 +461,7 @@ def backward(
                     dqs = task.product("dq", dp, ks[..., keys, :])
                 else:
                     dqs += task.product("more", dp, ks[..., keys, :])
-            target = dq[b, rows, h].transpose(0, 2, 3, 1, 4)
-            if dqs is None:
-                if not add[0]:
-                    target[...] = 0
-            elif add[0]:
-                dqs *= task.scale
-                target += task.apart(dqs, rows)
-            elif dq.dtype == work:
-                xp.multiply(task.apart(dqs, rows), task.scale, out=target)
-            else:
-                dqs *= task.scale
-                target[...] = task.apart(dqs, rows)
+            task.write_dq(dq[b, rows, h].transpose(0, 2, 3, 1, 4), dqs, rows, add[0])
         for whole, part in ((dk, dks), (dv, dvs)):
             part = part.transpose(0, 2, 1, 3)
             whole[b, :, h] = part + whole[b, :, h] if add[1] else part
