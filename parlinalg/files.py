@@ -147,14 +147,19 @@ def _exchanged(first: Path, second: Path) -> bool:
     return bool(call(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0)
 
 
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until what was written to a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk, where the file system can say so."""
     with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
 
 
 def free_space(error: BaseException, folder: Path) -> str:

@@ -268,7 +268,7 @@ def kernel_rows(backend: Backend, rows: int) -> Iterator[ReportRow]:
 # ------------------------------------------------------------------------------------- several ranks
 
 
-def _transports(comm: Comm, backend: Backend) -> Iterator[tuple[str, Comm | None, str]]:
+def _transports(comm: Comm) -> Iterator[tuple[str, Comm | None, str]]:
     """Return the ways blocks may travel: (name, communicator or None, why not)."""
     yield "staged by MPI", comm, ""
     inner = comm.sub(range(comm.size), ("nccl",))
@@ -285,7 +285,7 @@ def _transports(comm: Comm, backend: Backend) -> Iterator[tuple[str, Comm | None
 
 def _collectives(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
     exact = [*_dtypes(), "complex64", "int64"]  # whole numbers, so that every answer is exact
-    for name, way, why in _transports(comm, backend):
+    for name, way, why in _transports(comm):
         if way is None:
             yield ReportRow("collectives", name, f"not tried: {why}")
             continue

@@ -306,7 +306,8 @@ def plan_matmul(
     """
     name, limit = _understood(dtype, memory)
     problem = Problem(
-        _number("m", m, 0), _number("n", n, 0), _number("k", k, 0), _number("ranks", ranks, 1), name, limit
+        whole_number("m", m, 0), whole_number("n", n, 0), whole_number("k", k, 0), whole_number("ranks", ranks, 1),
+        name, limit,
     )  # fmt: skip
     least = problem.least_block()
     factors = _best(problem, least)
@@ -352,7 +353,8 @@ def _too_little(problem: Problem, least: int) -> str:
     )
 
 
-def _number(name: str, value: object, least: int) -> int:
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return an argument of a planner as an int; raise a PlanError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
         raise PlanError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return value.__index__()

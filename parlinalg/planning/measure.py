@@ -55,9 +55,9 @@ def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:
     """
     rows = []
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
-        short = _timed(comm, *_call(comm, backend, name, LATENCY_BYTES), calls=50)
+        short = _timed(comm, _call(comm, backend, name, LATENCY_BYTES)[0], calls=50)
         call, received = _call(comm, backend, name, BANDWIDTH_BYTES)
-        rows.append((name, short, received / _timed(comm, call, received, calls=4)))
+        rows.append((name, short, received / _timed(comm, call, calls=4)))
     return rows
 
 
@@ -79,7 +79,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
 
 
 def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True) -> tuple[Callable[[], Any], int]:
-    """A call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
+    """Return a call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
     p = comm.size
     each = max(1, size // 8 // p)
     whole, own = (backend.zeros(n, np.float64) for n in (each * p, each))
@@ -97,8 +97,8 @@ def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True)
     return lambda: comm.all_to_all(whole, counts, out, counts, wait=wait), received
 
 
-def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> float:
-    """Seconds a call, on the slowest rank: the best of three rounds."""
+def _timed(comm: Comm, call: Callable[[], Any], calls: int) -> float:
+    """Return the seconds of a call on the slowest rank, in the best of three rounds."""
     call()
     best = float("inf")
     for _ in range(3):

@@ -171,7 +171,7 @@ class Visible:
             found = [span for low, high in found for span in self._runs(heads, rows, low, high)]
         if self.documents is not None:
             met = self._documents_met(batch, rows)
-            found = [_trimmed(met[low:high], low, high) for low, high in found]
+            found = [_trimmed(met[low:high], low) for low, high in found]
         return [(at, min(at + most, stop)) for start, stop in found for at in range(start, stop, most)]
 
     def _near(self, rows: slice, run: TokenRun) -> Span:
@@ -186,7 +186,7 @@ class Visible:
         if not run.step:
             assert self.places is not None
             here = self.places[1].positions[low:high]
-            return _trimmed((here < last + ahead) & (here >= (here if least is None else least)), low, high)
+            return _trimmed((here < last + ahead) & (here >= (here if least is None else least)), low)
         if least is not None:
             low = max(low, _before(run, least))
         return low, min(high, _before(run, last + ahead))
@@ -372,8 +372,8 @@ def _before(run: TokenRun, position: int) -> int:
     return run.start + max(0, -((run.first - position) // run.step))
 
 
-def _trimmed(met: np.ndarray, low: int, high: int) -> Span:
-    """Return a span without the keys at its ends that are not met."""
+def _trimmed(met: np.ndarray, low: int) -> Span:
+    """Return the span from the first to the last key that is met; `met` says it of the keys from `low` on."""
     here = np.flatnonzero(met)
     return (low + int(here[0]), low + int(here[-1]) + 1) if here.size else (low, low)
 
