@@ -33,7 +33,7 @@ def rect_at(offsets: Sequence[int], sizes: Sequence[int]) -> Rect:
 
 
 def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Corner]:
-    """Elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
+    """Yield the elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
 
     >>> list(rectangles((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]

@@ -319,7 +319,7 @@ def spread(shape: Sequence[int], axes: Sequence[str], dims: Sequence[Cut] = ()) 
 
 @lru_cache(maxsize=4096)
 def total_words(src: Layout, dst: Layout, shape: Shape, items: Items) -> int:
-    """Elements that all ranks together receive in a move (on large grids in proportion)."""
+    """Return the number of elements that all ranks together receive in a move (on large grids in proportion)."""
     if src == dst:
         return 0
     sizes = dict(items)

@@ -668,7 +668,7 @@ class DistArray(NDArrayOperatorsMixin):
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}, grid={self.grid!r})"
 
     def __str__(self) -> str:
-        """`repr` and a summary of the values, alike on every rank.  Collective: all ranks must print, or use `repr`."""
+        """Return `repr` and a summary of the values.  Collective: all ranks must print, or use `repr`."""
         return f"{self!r}\n{_summary(self)}"
 
 

@@ -278,7 +278,7 @@ def _some(odd: Any) -> bool:
 
 
 def _floor_divide(x: Any, y: Any, **kwargs: Any) -> Any:
-    """`np.floor_divide`, but an infinite quotient is infinite, and a vanishing one zero (NumPy: NaN, and 0 or -1)."""
+    """Return `np.floor_divide`, with infinite and vanishing quotients as they are (NumPy: NaN, and 0 or -1)."""
     result = np.floor_divide(x, y, **kwargs)
     if result.dtype.kind == "f":
         infinite = (np.isinf(x) | np.isinf(y)) & ~np.isnan(x) & ~np.isnan(y)
@@ -290,7 +290,7 @@ def _floor_divide(x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def _expm1(x: Any, **kwargs: Any) -> Any:
-    """`np.expm1`, but of complex numbers with the values at the edges that the standard and C's annex G give."""
+    """Return `np.expm1`, with the values at the edges of complex numbers that the standard and C's annex G give."""
     result = np.expm1(x, **kwargs)
     if result.dtype.kind == "c":
         odd = (x.imag == 0) | ~np.isfinite(x.real) | ~np.isfinite(x.imag)
@@ -310,7 +310,7 @@ def _expm1(x: Any, **kwargs: Any) -> Any:
 
 
 def _tanh(x: Any, **kwargs: Any) -> Any:
-    """`np.tanh`, but of infinite real parts with the imaginary part's sign, as the standard has it."""
+    """Return `np.tanh`, with the imaginary part's sign for infinite real parts, as the standard has it."""
     result = np.tanh(x, **kwargs)
     if result.dtype.kind == "c":
         odd = np.isinf(x.real) & np.isfinite(x.imag)

@@ -21,7 +21,7 @@ Block = Any
 
 
 def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    """`function(*inputs, **named)`, of which only the inputs are kept: the backward pass calls the function again.
+    """Return `function(*inputs, **named)`, but keep only its inputs: the backward pass calls the function again.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def _recomputed(
     function: Callable[[Sequence[Block]], Any], arrays: Sequence[Block], results: Sequence[Tensor],
     sources: Sequence[Node],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The results on the tape.  The first has the sources; the others lead to it, and leave their gradients for it."""
+    """Return the results on the tape: the first has the sources, and the others leave their gradients for it."""
     frames = [(r.shape, r.layout) for r in results]
     left: dict[int, Block] = {}
 
@@ -152,7 +152,7 @@ def _recomputed(
 
 
 def _given(block: Block, layout: Layout) -> Part:
-    """A gradient that others may have a share in: a view of it, which nobody adds to."""
+    """Return a gradient that others may have a share in: a view of it, which nobody adds to."""
     return Part(lambda _, block: (block[...], layout), block)
 
 
@@ -211,7 +211,7 @@ class Inner(Walk):
             self.outer.count(self.waiting.pop(node.age))
 
     def finish(self) -> None:
-        """Parameters that were not reached take nothing; terms on their way and reducers are the outer walk's."""
+        """Do nothing: unreached parameters take nothing; terms on their way and reducers are the outer walk's."""
         for node in self.waiting.values():
             if node.age not in self.edges:
                 self.outer.count(node)

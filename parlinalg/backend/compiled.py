@@ -79,7 +79,7 @@ def elementwise(loop: Loop, shape: tuple[int, ...], *blocks: Block) -> Block:
 
 
 def exp(x: Any) -> Any:
-    """exp(x), of the dtype of x: only within loops."""
+    """Return exp(x) in the dtype of x: only within loops."""
     raise NotImplementedError
 
 

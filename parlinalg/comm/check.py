@@ -181,7 +181,7 @@ def _sentence(comm: Comm, calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _groups(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
-    """`ranks 0, 2: this; rank 1: that`."""
+    """Return which ranks say what, as `ranks 0, 2: this; rank 1: that`."""
     of: dict[str, list[int]] = {}
     for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
         of.setdefault(text, []).append(rank)

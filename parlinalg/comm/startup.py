@@ -303,7 +303,7 @@ def ranks_map(comm: Comm) -> list[dict[str, Any]]:
 
 
 def about_mpi() -> dict[str, str]:
-    """Facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
+    """Return facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
     from importlib.metadata import PackageNotFoundError, version  # takes long, and few programs ask
 
     try:

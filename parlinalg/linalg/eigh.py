@@ -311,7 +311,7 @@ def workers(tiles: Tiles) -> Deal:
 
 
 class Half:
-    """Of a Hermitian matrix on tiles the elements that this rank computes with: of each two that are equal, one rank's.
+    """The elements of a Hermitian matrix on tiles with which this rank computes: one of each two that are equal.
 
     Rows and columns are of classes: the number of their tile modulo the least common multiple of R and C.  The tiles
     of two classes lie on one rank, and their adjoints on another one, unless the classes are the same; then they are a

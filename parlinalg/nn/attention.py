@@ -203,7 +203,7 @@ class Attention(Module):
         return ops.rotary(z, self.rotary, start=start, parts=parts, positions=now.positions)
 
     def _exchanged(self, q: Tensor, kv: Tensor | None, axes: Cut) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values with the cut of the sequence by these axes exchanged for one of the heads."""
+        """Return queries, keys and values, with these cuts of the sequence exchanged for cuts of the heads."""
         if not axes:
             return q, kv
         if self.shares and kv is not None and len(axes) == len(self._ulysses(q.grid)):
@@ -275,7 +275,7 @@ def _shares_heads(layer: Attention, grid: Grid, inner: Cut) -> bool:
 
 
 def _warn_of_idle_ranks(layer: Attention, grid: Grid, inner: Cut) -> None:
-    """A warning on rank 0 if ranks have no heads because there are fewer of keys."""
+    """Warn on rank 0 if ranks have no heads because there are fewer of keys."""
     axes = tuple(a for a in layer.scheme.inner.dims[-1] if grid.sizes[a] > 1)
     outer = tuple(a for a in axes if a not in inner)
     ranks, keys = span_of(axes, grid.sizes), min(layer.kv_heads, span_of(outer, grid.sizes))

@@ -163,7 +163,7 @@ class DiskStates(TiledStates, Closing):
         self._undo()
 
     def _prepare(self) -> None:
-        """Before a step: what was set since the last one, and values changed by others, become a generation.
+        """Make a generation before a step: of what was set since the last one, and of values changed by others.
 
         They go through the tile buffer: a tile that cannot be written stays there, and nothing that was set is lost.
         """
@@ -249,7 +249,7 @@ class DiskStates(TiledStates, Closing):
 
 
 def file_of(folder: Path, name: str, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the file of a rank."""
     return folder / f"{name}.{rank}.tiles"
 
 

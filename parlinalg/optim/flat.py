@@ -348,7 +348,7 @@ class FlatParameters:
         return {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
 
     def _kept(self, old: list[Entry]) -> dict[tuple[int, str], Block]:
-        """The states of the elements that this rank updates from now on."""
+        """Return the states of the elements that this rank updates from now on."""
         kept = {}
         for entry in old:
             storage, data = entry.parameter.storage, entry.parameter.data
@@ -536,7 +536,7 @@ def master_dtype(master: bool | Any) -> np.dtype[Any] | None:
 
 
 def states_of(dtype: np.dtype[Any], master: np.dtype[Any] | None) -> tuple[np.dtype[Any], bool]:
-    """The dtype of the states of parameters of `dtype`, and whether a master is one of them."""
+    """Return the dtype of the states of parameters of `dtype`, and whether a master is one of them."""
     if master is not None and master.itemsize > dtype.itemsize:
         return master, True
     return work_dtype(dtype), False
@@ -561,7 +561,7 @@ def _move(group: Order) -> None:
 
 
 def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
-    """The parameters in the order of their gradients in memory, those without one in reverse."""
+    """Return the parameters in the order of their gradients in memory, those without one in reverse."""
     bases: dict[int, int] = {}
 
     def place(indexed: tuple[int, Parameter]) -> tuple[float, int]:
@@ -579,7 +579,7 @@ def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
 
 
 def runs(entries: Sequence[Entry]) -> Iterator[Run]:
-    """The entries that have gradients and are not empty, joined where they and their gradients lie side by side.
+    """Yield the entries that have gradients and are not empty, joined where they and their gradients lie side by side.
 
     Values and gradients that come from a disk are asked for a run at a time.
     """
@@ -604,7 +604,7 @@ def _run(chain: Sequence[tuple[Entry, Block, Block]]) -> Run:
 
 
 def segments(run: Run) -> Iterator[tuple[Entry, slice, int]]:
-    """The entries of a run, where their elements lie in it, and which of an entry's is the first."""
+    """Yield the entries of a run, where their elements lie in it, and which of an entry's is the first."""
     at, skipped = 0, run.at
     for entry in run.entries:
         n = min(entry.size - skipped, run.g.size - at)

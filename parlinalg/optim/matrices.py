@@ -306,7 +306,7 @@ class Exchange:
 
 
 def _through(rows: Sequence[Sequence[_Copy]], me: int, buffer: Block) -> Iterator[tuple[Block, _Copy]]:
-    """The rectangles of a packed buffer, but for this rank's own, with what they are."""
+    """Yield the rectangles of a packed buffer, but for this rank's own, with what they are."""
     at = 0
     for rank, copies in enumerate(rows):
         for c in copies if rank != me else ():

@@ -126,7 +126,7 @@ class Matrixwise(Optimizer):
         return sum(rest[grid] + work[grid] + max(moved[grid], largest[grid]) for grid in rest)
 
     def _hidden(self) -> Iterator[tuple[Parameter, int]]:
-        """The parameters that are updated as matrices, with the bytes of an element of their states."""
+        """Yield the parameters that are updated as matrices, with the bytes of an element of their states."""
         for group in self.param_groups:
             for p in group["params"] if group["matrices"] else ():
                 yield p, states_of(p.dtype, self.flat.master)[0].itemsize

@@ -35,7 +35,7 @@ NOTHING = 2.0**-40
 
 @dataclass
 class Brought:
-    """How matrices come home and their directions go back: the exchanges, and what this rank has at home."""
+    """The exchanges that bring matrices home and their directions back, and the slots that this rank has at home."""
 
     bring: Exchange
     back: Exchange

@@ -23,7 +23,7 @@ ROUNDS = 3
 
 
 def parameters_of(layers: Sequence[Layer]) -> list[float]:
-    """The elements of the parameters of each layer, on all ranks together; known before they are made."""
+    """Return the elements of the parameters of each layer, on all ranks together; known before they are made."""
     found = []
     for layer in layers:
         held = {id(p): p for own in layer.modules for m in own.modules() for p in m._parameters.values()}
@@ -32,7 +32,7 @@ def parameters_of(layers: Sequence[Layer]) -> list[float]:
 
 
 def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list[float]:
-    """The floating-point operations of a forward and backward pass of each layer.
+    """Return the floating-point operations of a forward and backward pass of each layer.
 
     A model may know them, by `layer_flops(batch, sequence)`; of others the products count.
 
@@ -67,7 +67,7 @@ def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list
 
 
 def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm, rounds: int = ROUNDS) -> list[float]:
-    """The seconds of a forward and backward pass of each layer, on the slowest rank.  Collective.
+    """Return the seconds of a forward and backward pass of each layer, on the slowest rank.  Collective.
 
     Every pipeline rank measures every layer, on its own grid; layers without values get some meanwhile, one layer at a
     time.
@@ -112,12 +112,12 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
 
 
 def _plain(tensor: Tensor, given: Any) -> Any:
-    """Ids as the layer takes them: an array where the sample is one."""
+    """Return ids as the layer takes them: an array where the sample is one."""
     return tensor.data if isinstance(given, DistArray) else tensor
 
 
 def backward_of(outputs: Sequence[Tensor]) -> None:
-    """A backward pass from all outputs at once, with any gradient."""
+    """Run a backward pass from all outputs at once, with any gradient."""
     roots = [t for t in outputs if t.requires_grad]
     if len(roots) == 1 and not roots[0].layout.partial:
         roots[0].backward(roots[0].data)

@@ -44,7 +44,7 @@ _CALL = Kernel("call", 0, 0, "")
 
 
 class Interval(NamedTuple):
-    """What a rank did in a stretch of time.
+    """A stretch of time in the run of a rank.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Interval(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """What the time went into, in words."""
+        """The cause of the time, in words."""
         if self.kind == "gemm":
             return "products"
         if self.kind == "kernel":

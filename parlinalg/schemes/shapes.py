@@ -89,7 +89,7 @@ def no_depth(mode: str, depth: int | None) -> None:
 
 
 def listed_sizes(options: Sequence[object]) -> str:
-    """Options for people: "(1, 6), (2, 3) or (6, 1)", cut short where there are many.
+    """Return the options as text: "(1, 6), (2, 3) or (6, 1)", cut short where there are many.
 
     >>> listed_sizes([1, 2, 4])
     '1, 2 or 4'

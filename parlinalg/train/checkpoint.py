@@ -293,7 +293,7 @@ class Checkpoints:
         self._lock, self._kept, self._removed = None, set(), False
 
     def lost(self) -> list[str]:
-        """The names of checkpoints that were completed, and that others have taken away.  Collective.
+        """Return the names of checkpoints that were completed, and that others have taken away.  Collective.
 
         Where the folder has stayed in place, and the last checkpoint and the best in it, earlier ones may go.
         """
@@ -381,7 +381,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ loading
     def steps(self) -> list[int]:
-        """The steps whose checkpoints are complete, the last one last.  Collective."""
+        """Return the steps whose checkpoints are complete, the last one last.  Collective."""
         there = self._together(lambda: folders.complete(self.folder), f"looking into {self.folder}", root=True)
         found: list[int] = self.comm.share(there, others="alike")[0]
         return found

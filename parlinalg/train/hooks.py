@@ -1,4 +1,4 @@
-"""What a `Trainer` calls at the points of a training."""
+"""Hooks, which a `Trainer` calls at fixed points of a training."""
 
 from __future__ import annotations
 

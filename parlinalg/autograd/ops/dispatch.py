@@ -25,7 +25,7 @@ Block = Any
 
 
 def dispatch(x: Any, routing: Routing) -> Tensor:
-    """The experts' queues [experts, groups, capacity, hidden], filled with tokens of x [batch, sequence, hidden].
+    """Return the experts' queues [experts, groups, capacity, hidden] with tokens of x [batch, sequence, hidden].
 
     x is brought to the layout of the tokens that the queues name, and then its tokens to the ranks of their experts, by
     one all-to-all.  Places that no token takes are zeros.  In the backward pass the gradients come back the same way,
@@ -57,7 +57,7 @@ def dispatch(x: Any, routing: Routing) -> Tensor:
 
 
 def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
-    """`out[b, s, :] = sum over its choices j of gates[b, s, j] * y[expert, group, place, :]`, without dropped ones.
+    """Return `out[b, s, :] = sum over j of gates[b, s, j] * y[expert, group, place, :]`, without dropped choices j.
 
     Parameters
     ----------
@@ -119,8 +119,10 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
 
 
 def add_bias(y: Any, bias: Any) -> Tensor:
-    """`y[e, g, c, *n] + bias[e, *n]`: each expert's bias added to its results, or, where they rest unsummed, to one of
-    the terms; the bias is brought to where they lie."""
+    """Return `y[e, g, c, *n] + bias[e, *n]`, each expert's results with its bias.
+
+    Where results rest unsummed the bias is added to one of the terms; it is brought to where they lie.
+    """
     y, bias = as_tensor(y), as_tensor(bias)
     data, dims, grid = y.data, y.layout.dims, y.grid
     want = Layout(dims[0], *dims[3:], partial=y.layout.partial)
@@ -137,7 +139,7 @@ def add_bias(y: Any, bias: Any) -> Tensor:
 
 
 def chosen(x: Any, routing: Routing) -> Tensor:
-    """`y[b, s, j] = x[b, s, choices[b, s, j]]`: of [batch, sequence, experts], cut as the tokens, what was chosen."""
+    """Return `y[b, s, j] = x[b, s, choices[b, s, j]]` of x [batch, sequence, experts], cut as the tokens."""
     x = as_tensor(x)
     data = summed(x.data, "chosen")
     grid, xp = data.grid, data.xp
@@ -173,7 +175,7 @@ def balance_loss(probabilities: Any, routing: Routing) -> Tensor:
 
 
 def z_loss(scores: Any) -> Tensor:
-    """The mean square of log Σ exp(scores), which keeps scores small (Zoph et al., "ST-MoE", 2022)."""
+    """Return the mean square of log Σ exp(scores), which keeps scores small (Zoph et al., "ST-MoE", 2022)."""
     x = as_tensor(scores)
     shift = mean(x - log_softmax(x), -1)  # the same for all experts
     return mean(shift * shift)

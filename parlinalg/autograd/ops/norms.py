@@ -25,7 +25,7 @@ Block = Any
 
 
 def layer_norm(x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Tensor:
-    """`(x - mean) / √(variance + eps) weight + bias` over the last dim (Ba et al., "Layer normalization", 2016).
+    """Return `(x - mean) / √(variance + eps) weight + bias` over the last dim (Ba et al., "Layer normalization", 2016).
 
     Parameters
     ----------
@@ -44,8 +44,9 @@ def layer_norm(x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Tens
 
 
 def rms_norm(x: Any, weight: Any, eps: float = 1e-6) -> Tensor:
-    """`x / √(mean of x² + eps) weight` over the last dim (Zhang and Sennrich, "Root mean square layer normalization",
-    2019); parameters as of `layer_norm`.
+    """Return `x / √(mean of x² + eps) weight` over the last dim.
+
+    This is Zhang and Sennrich, "Root mean square layer normalization", 2019; parameters as of `layer_norm`.
     """
     return _norm("rms_norm", x, weight, None, eps, centred=False)
 
@@ -103,8 +104,9 @@ def batch_norm(
     x: Any, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Return `(x - mean) / √(variance + eps) weight + bias`, by channel, the last dim (Ioffe and Szegedy, "Batch
-    normalization", 2015).
+    """Return `(x - mean) / √(variance + eps) weight + bias`, by channel, which is the last dim.
+
+    See Ioffe and Szegedy, "Batch normalization", 2015.
 
     Parameters
     ----------

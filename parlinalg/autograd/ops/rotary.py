@@ -17,7 +17,7 @@ Frequencies = float | np.ndarray
 
 
 def rotary_frequencies(width: int, base: float = 10000.0) -> np.ndarray:
-    """The angles a position, `base ** (-2 i / width)` for pair i of `width` features; float64, on the host."""
+    """Return the angles a position, `base ** (-2 i / width)` for pair i of `width` features; float64, on the host."""
     if width % 2:
         raise ValueError(f"rotary positions turn pairs of features; a head's width of {width} is odd")
     check_memory(f"rotary positions of {width} features", 4 * width)

@@ -251,7 +251,7 @@ class Visible:
             self._hide_where(scores, namespace(scores).logical_not(seen))
 
     def edges(self, rows: slice, keys: slice) -> Span | None:
-        """(after, upto): by their positions, query i of a block sees its keys with i + upto < j <= i + after.
+        """Return (after, upto): by their positions, query i of a block sees its keys with i + upto < j <= i + after.
 
         Query i of the block stands at a + i s, key j at b + j s: with lag = a - b, the key is not after the query where
         j <= i + lag // s, and so on.  None where the steps are not alike.
@@ -341,7 +341,7 @@ class Visible:
         namespace(scores).copyto(scores, scores.dtype.type(-math.inf), where=hidden)
 
     def _edge(self, scores: Block, rows: int, columns: int, ahead: int) -> Block:
-        """0, and -inf where column j is beyond row i: j + ahead > i."""
+        """Return 0, and -inf where column j is beyond row i: j + ahead > i."""
         key = (rows, columns, ahead)
         if key not in self._edges:
             if len(self._edges) > 16:
@@ -363,7 +363,7 @@ class Visible:
 
 
 def _within(keep: Block, *parts: slice) -> Block:
-    """These parts of the first dims of a mask; dims of size 1 stand for all."""
+    """Return these parts of the first dims of a mask; dims of size 1 stand for all."""
     return keep[tuple(p if n > 1 else slice(None) for p, n in zip(parts, keep.shape, strict=False))]
 
 
