@@ -80,9 +80,9 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is too large to be held in memory") from None
 
 
-def read_json(path: Path, most: int = MOST_JSON, *, follow: bool = True) -> Any:
+def read_json(path: Path) -> Any:
     """Return the value of a file in JSON; errors as of `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, most, follow=follow))
+    return parse_json(read_bytes(path, MOST_JSON))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Owners:
 
 
 def numbered(
-    owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape, *, looked_up: bool = True
+    owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape, *, looked_up: bool
 ) -> np.ndarray:
     """Return the numbers of the elements that this rank's part of the index chooses, flat.
 

@@ -244,9 +244,9 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
     return Launched("mpiexec", ranks, -1) if any(name in env for name in SIZES) else Launched("one")
 
 
-def launch_problem(size: int, rank: int, environ: Mapping[str, str] | None = None) -> str:
+def launch_problem(size: int, rank: int) -> str:
     """Return where the launcher disagrees with MPI, which says that this is `rank` of `size`; else ""."""
-    found = launched(environ)
+    found = launched()
     if found.by != "srun":
         return ""
     if size == 1 and found.ranks > 1:

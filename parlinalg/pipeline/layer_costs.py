@@ -20,6 +20,7 @@ from parlinalg.pipeline.p2p import tree_flatten, tree_unflatten
 from parlinalg.random.draws import training_step
 
 ROUNDS = 3
+"""Passes that are measured, after one that is not; the shortest counts."""
 
 
 def parameters_of(layers: Sequence[Layer]) -> list[float]:
@@ -66,7 +67,7 @@ def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list
     return found
 
 
-def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm, rounds: int = ROUNDS) -> list[float]:
+def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm) -> list[float]:
     """Return the seconds of a forward and backward pass of each layer, on the slowest rank.  Collective.
 
     Every pipeline rank measures every layer, on its own grid; layers without values get some meanwhile, one layer at a
@@ -80,8 +81,6 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
         What the first layer takes.
     world : Comm
         All ranks, which learn the same.
-    rounds : int
-        Passes that are measured, after one that is not; the shortest counts.
     """
     found, x = [], sample
     for layer in layers:
@@ -89,7 +88,7 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
         bare = [m for m in modules.values() if not all(isinstance(p, Parameter) for p in m._parameters.values())]
         model.initialize(model.seed, only=bare)
         best, y = math.inf, None
-        for i in range(rounds + 1):
+        for i in range(ROUNDS + 1):
             form, inputs = tree_flatten(x)
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
             whole = tree_unflatten(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
