@@ -219,7 +219,7 @@ def _check_power(base: Any, exponent: Any, size: int, grid: Grid) -> None:
         return
     here = bool((exponent.block < 0).any()) if isinstance(exponent, DistArray) else exponent < 0
     if any(grid.world.share(here, others="alike")) if isinstance(exponent, DistArray) else here:
-        raise ValueError("np.power: whole numbers to negative whole powers are not whole; convert to floats first")
+        raise ValueError("np.power: integers to negative integer powers are no integers; convert to floats first")
 
 
 def operand(value: Any, name: str) -> DistArray | Scalar:

@@ -552,7 +552,7 @@ class ShardedRows(Rows):
                 if n != len(piece(part.rows, self.ranks, d)):
                     raise EngineError(
                         f"data rank {d} gives {n} rows of a batch of {part.rows} over {self.ranks} ranks: rows are to "
-                        f"be shared out evenly over {axes}, the first ranks one more where they do not divide; give "
+                        f"be distributed evenly over {axes}, the first ranks one more where they do not divide; give "
                         f"{[len(piece(part.rows, self.ranks, i)) for i in range(self.ranks)]}"
                     )
             found.append(part)

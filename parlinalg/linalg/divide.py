@@ -1,9 +1,9 @@
-"""Eigenvectors of tridiagonal and singular vectors of bidiagonal matrices by divide and conquer, shared out by rows.
+"""Eigenvectors of tridiagonal and singular vectors of bidiagonal matrices by divide and conquer, distributed by rows.
 
 A tridiagonal matrix is cut into halves, whose eigenvectors are those of the whole after a change of rank one (Cuppen
 1981), with the vectors of Gu and Eisenstat (1995), as in LAPACK's `stedc`.  A merge needs the first and the last row of
 the eigenvectors of each half, so each rank has these and some rows, never a whole matrix; the roots of the secular
-equation are shared out too.
+equation are distributed too.
 
 A bidiagonal matrix is cut at a row.  In the singular vectors of the halves above and below it, it is a diagonal with
 one full row, whose singular values are the roots of a secular equation of squares (Gu and Eisenstat 1995), as in

@@ -143,7 +143,8 @@ class CholeskyFactor(Factor):
             refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
             raise LinAlgError(
-                f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
+                "cholesky takes positive definite matrices; "
+                f"the leading minor of order {n + 1 - int(minor)} is not positive"
             )
         if target is not None or (self._whole and passing):
             found = self._t if target is None else target[0]
@@ -629,7 +630,7 @@ def cho_factor(
 def lu_factor(a: DistArray, block: int | None = None, *, depth: int | None = None) -> LUFactor | LUStack:
     """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting.
 
-    A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are shared out.
+    A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are distributed.
     `block` and `depth` are as in `cho_factor`.
     """
     if as_matrix(a, "lu_factor").ndim > 2:
@@ -807,7 +808,7 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
         t *= a.real.dtype.type(scale)
         t = namespace(t).concatenate([t, _ones_where_equal(rest[tiles.i], mine, grid, a.dtype)])
         del first, last
-        work = QR(tiles, t, (m + n, n), share_out=True)
+        work = QR(tiles, t, (m + n, n), hold_once=True)
         del t
         with np.errstate(all="ignore"):
             work.run()

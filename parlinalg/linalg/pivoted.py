@@ -41,7 +41,7 @@ class PivotedQR(QR):
     """
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int]) -> None:
-        super().__init__(tiles, a, shape, share_out=True)
+        super().__init__(tiles, a, shape, hold_once=True)
         self.order, self.places = np.arange(shape[1]), self.columns.copy()
         self._done = 0  # this rank's columns that were taken, which are the first ones here
         self._norms = self._exact = np.zeros(0)  # of what is left of each column, and when they were last computed

@@ -40,7 +40,7 @@ class QR(Panels):
     Attributes
     ----------
     kept : list of Reflections
-        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With `share_out` a rank
+        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With `hold_once` a rank
         that has all rows of Y keeps Y of the panels of its own grid column alone, and receives the others when they
         turn.
     trees : list of int
@@ -56,10 +56,10 @@ class QR(Panels):
         shape: tuple[int, int],
         extra: int = 0,
         keep: bool = True,
-        share_out: bool = False,
+        hold_once: bool = False,
     ) -> None:
         super().__init__(tiles, a, shape, extra)
-        self._keep, self._shared_out = keep, share_out and tiles.R == 1
+        self._keep, self._once = keep, hold_once and tiles.R == 1
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
 
@@ -109,7 +109,7 @@ class QR(Panels):
         r *= head[2 * b][:, None]
 
     def take(self, k: int, b: int, panel: Any) -> Any:
-        own = not self._shared_out or self.tiles.owner(k)[1] == self.tiles.j
+        own = not self._once or self.tiles.owner(k)[1] == self.tiles.j
         if self._keep and own and self._lanes is not None:
             panel = panel.copy()
         found = Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b])
@@ -136,7 +136,7 @@ class QR(Panels):
 
     def _whole(self, each: Reflections) -> Any:
         """Return this rank's rows of Y, which one grid column has if all ranks have the same ones.  Collective."""
-        if not self._shared_out:
+        if not self._once:
             return each.y
         y = each.y
         if y is None:

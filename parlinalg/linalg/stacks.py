@@ -1,6 +1,6 @@
 """Factorizations of stacks of matrices that stay for many solutions.
 
-As many matrices as ranks, or more, are shared out, and each rank factors its own by LAPACK.  Fewer are factored by all
+As many matrices as ranks, or more, are distributed, and each rank factors its own by LAPACK.  Fewer are factored by all
 ranks one after the other.
 """
 
@@ -50,7 +50,9 @@ class LocalCholesky(Local):
         self.minor = kernels.cholesky(t) if len(a) else 0
         self._t = np.tril(t)
         if self.minor:
-            self.problem = f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not"
+            self.problem = (
+                f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not positive"
+            )
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """Return x of A x = b."""

@@ -45,9 +45,9 @@ class Brought:
 class Preconditioned(Matrixwise):
     """An optimizer that keeps its states of a parameter's matrices at one home rank, and computes their steps there.
 
-    The parameters are shared out over all ranks of their grid, so that all have about the same to do; a step brings the
-    gradients home by one all-to-all, and the directions back by another.  Home states that are offloaded come to memory
-    one parameter at a time.
+    The parameters are distributed over all ranks of their grid, so that all have about the same to do.  A step brings
+    the gradients home by one all-to-all, and the directions back by another.  Home states that are offloaded come to
+    memory one parameter at a time.
     """
 
     max_precond_dim = Option[int]()

@@ -108,7 +108,7 @@ class Bucket:
 
     @property
     def scatter(self) -> Cut:
-        """The axes over which the sums are shared out."""
+        """The axes over which the sums are distributed."""
         return self.policy.scatter
 
     @property
