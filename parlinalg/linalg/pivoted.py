@@ -2,7 +2,7 @@
 
 Each step takes the column of which the most is left, as LAPACK's `geqp3` does, and so finds its pivots.  No column
 moves: every rank proposes its largest with its reflection, and the rank that has the largest of these sends it to the
-others, which in common memory read it where it is.  The rest of the matrix is updated after some steps at once
+others, which in shared memory read it where it is.  The rest of the matrix is updated after some steps at once
 (Quintana-Ortí, Sun and Bischof, "A BLAS-3 version of the QR factorization with column pivoting", 1998).
 """
 

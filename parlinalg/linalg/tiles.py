@@ -35,9 +35,9 @@ Places = list[tuple[Numbers, Numbers]]
 SIZE = 64
 """Rows and columns of a tile."""
 FEW = 16
-"""Ranks of one node up to which what moves between them lies in common memory."""
+"""Ranks of one node up to which what moves between them lies in shared memory."""
 SMALL = 256
-"""Elements of sums below which no common memory is made for them."""
+"""Elements of sums below which no shared memory is made for them."""
 SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
@@ -239,14 +239,14 @@ def worst(grid: Grid, values: Sequence[float]) -> list[float]:
 
 
 def count_worst(grid: Grid, values: int) -> None:
-    """Enter in the ledger what `worst` receives: ranks know the values by common memory."""
+    """Enter in the ledger what `worst` receives: ranks know the values by shared memory."""
     world = grid.world
     own = values // world.size + (world.rank < values % world.size)
     world.count("all_reduce", 2 * (values - own), 8)
 
 
 class Board:
-    """Rows and sums of the ranks of a communicator, in memory that they have in common, where there is some.
+    """Rows and sums of the ranks of a communicator, in shared memory, where there is some.
 
     Gathered rows are valid until the next call: once all have come to that, the call after it may write over them.
 
@@ -256,7 +256,7 @@ class Board:
     memory : array [2, comm.size, most] or None
         Room for `most` elements of each rank, of which a sum may have no more; gathered rows share it.
     counters : array of int64, optional
-        Common memory of a `Meeting`.
+        Shared memory of a `Meeting`.
     """
 
     def __init__(self, comm: Comm, memory: Any, counters: Any = None) -> None:
@@ -301,7 +301,7 @@ class Board:
     def proposals(self, mine: Any, offer: Any) -> tuple[Any, Callable[[int], Any]]:
         """Return the rows of all ranks, one each, and the function that returns what a rank, its argument, offers.
 
-        In common memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
+        In shared memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
         Collective, and so is the function, which is to be called before the board is used again.
         """
         comm, width, end = self.comm, mine.size, mine.size + offer.size
@@ -566,7 +566,7 @@ class _Routes(NamedTuple):
     turns: list[tuple[list[list[Rectangle]], list[list[Rectangle]]]]
     """For every turn the places of what it gives to each rank, and of what it gets from each."""
     ends: Any
-    """For each pair of ranks and turn, where in common memory ends what goes from one to the other; None for none."""
+    """For each pair of ranks and turn, where in shared memory ends what goes from one to the other; None for none."""
 
 
 _known: dict[Any, tuple[_Routes, Any]] = {}

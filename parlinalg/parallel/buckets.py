@@ -161,7 +161,7 @@ class Bucket:
         return self.data
 
     def share(self) -> None:
-        """Put the data into memory that ranks have in common, if all that sum it are on one node.  Collective."""
+        """Put the data into shared memory, if all that sum it are on one node.  Collective."""
         if self.axes and not self.scatter and self.grid.inside and self.grid.backend.host_memory:
             self.data = terms(self.grid.comm(self.axes), self.size, self.dtype)
 
