@@ -1,12 +1,12 @@
 """Words and collective calls of factorizations, of every rank and step by step.  Pure data: nothing is sent.
 
 The counts follow from the same dealt numbers that the factorizations work with, and equal those of the ledger exactly.
-Words are elements, as the ledger counts them: an all-gather of n elements receives n − own, an all-reduce 2(n − own),
-a broadcast n (0 at its root), a trip to work or home what a rank lacks.
+Words are elements, as the ledger counts them: a rank receives n − own in an all-gather of n elements, 2(n − own) in an
+all-reduce, n in a broadcast (0 at its root), and in the trips to tiles and back the elements that it lacks.
 
 Four things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has
 (`winners`; by default as evenly as its rows allow), the columns that pivoting takes (`order`; by default one after the
-other), which panels of QR are so ill conditioned that they go through the tree (`trees`; by default none) and how many
+other), which panels of QR are so ill conditioned that they take TSQR (`trees`; by default none) and how many
 eigenvectors of each merge of divide and conquer are no longer known (`kept`; by default all).  One depends on the
 machine: to how many ranks `eigh` and `svd` deal their reduction (`workers`; by default to all).
 """

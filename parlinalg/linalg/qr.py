@@ -40,9 +40,9 @@ class QR(Panels):
     Attributes
     ----------
     kept : list of Reflections
-        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With `hold_once` a rank
-        that has all rows of Y keeps Y of the panels of its own grid column alone, and receives the others when they
-        turn.
+        The reflections of all panels; without `keep`, where Q is not applied to anything else, none.  With `hold_once`
+        a rank that has all rows of Y keeps Y only for the panels of its own grid column, and receives the others when
+        they are applied.
     trees : list of int
         The first columns of the panels that went through the tree, as far as this rank knows.
     """
@@ -146,11 +146,11 @@ class QR(Panels):
 
 
 def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
-    """Replace Y, whose rows lie on the ranks of `comm`, by Q of its QR factorization; return R, and whether Q is sound.
+    """Replace Y, whose rows lie on the ranks of `comm`, by Q of its QR factorization; return R and if Q is orthonormal.
 
-    Cholesky's factor of the Gram matrix, taken twice, makes the columns of well conditioned matrices orthonormal by
-    products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows whether they
-    are: the same on all ranks, to rounding.  Collective.
+    Cholesky's factor of the Gram matrix, applied twice, makes the columns of well conditioned matrices orthonormal by
+    products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows if they are:
+    the same on all ranks, to rounding.  Collective.
     """
     r, sound, last = nearly_orthogonalized(y, comm)
     kernels.substitute(last, y, right=True, lower=True, adjoint=True)
@@ -158,7 +158,7 @@ def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
 
 
 def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
-    """Do what `orthogonalized` does, up to its last step; return L too, of Q = Y L⁻ᴴ."""
+    """Do what `orthogonalized` does but for its last step, Q = Y L⁻ᴴ; return L too."""
     first, _ = _gram_factor(y, comm)
     kernels.substitute(first, y, right=True, lower=True, adjoint=True)
     last, gram = _gram_factor(y, comm)

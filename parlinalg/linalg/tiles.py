@@ -119,9 +119,9 @@ class Deal:
         return dealt(n, self.size, self.C) + [NONE] * self._idle
 
     def places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
-        """Return what every rank has, from what every grid row and every grid column has.
+        """Return the rows and columns of every rank, from those of every grid row and every grid column.
 
-        Of several layers each has the columns of its own panels.
+        With several layers each has the columns of its own panels.
         """
         if self.D == 1:
             return [(rows[i], columns[j]) for i, j in self.coords]
@@ -175,9 +175,8 @@ class Tiles(Deal):
     ) -> Any:  # fmt: skip
         """Return this rank's rows and columns of a matrix, in an array of its own.  Collective.
 
-        The array is on the device of the grid's blocks, or with `host` on the host.  With `lower` what lies in tiles
-        above the diagonal stays behind, and is 0, or if not `cleared` anything.  The array has so many `more` columns,
-        which are not set.
+        The array is on the device of the grid's blocks, or with `host` on the host.  With `lower`, tiles above the
+        diagonal are not moved: they are 0, or arbitrary without `cleared`.  `more` columns follow, which are not set.
         """
         return self.bring_to(a, self.places(rows, columns), lower=lower, host=host, more=more, cleared=cleared)
 
@@ -185,7 +184,7 @@ class Tiles(Deal):
         self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0,
         cleared: bool = True,
     ) -> Any:  # fmt: skip
-        """Return what this rank wants of a matrix, as `bring` does; `want` says it of every rank.  Collective."""
+        """Return the part of a matrix that `want`, which has the parts of all ranks, names for this one.  Collective."""
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
@@ -239,7 +238,7 @@ def worst(grid: Grid, values: Sequence[float]) -> list[float]:
 
 
 def count_worst(grid: Grid, values: int) -> None:
-    """Enter in the ledger what `worst` receives: ranks know the values by shared memory."""
+    """Count the words of `worst` in the ledger, for values that ranks have exchanged in shared memory."""
     world = grid.world
     own = values // world.size + (world.rank < values % world.size)
     world.count("all_reduce", 2 * (values - own), 8)
