@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.backend import backend_of
-from parlinalg.comm.watch import slot
+from parlinalg.comm.watch import ranks_text, slot
 from parlinalg.errors import CommError, user_line
 
 if TYPE_CHECKING:
@@ -185,4 +185,4 @@ def _groups(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     of: dict[str, list[int]] = {}
     for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
         of.setdefault(text, []).append(rank)
-    return "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in of.items())
+    return "; ".join(f"{ranks_text(r)}: {text}" for text, r in of.items())

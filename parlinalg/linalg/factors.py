@@ -544,7 +544,7 @@ class QRFactor(Factor):
         return self._home(x, self.tops, columns, n, matrix, b)
 
     def carried(self, b: DistArray, solve: bool) -> DistArray:
-        """Return the first n rows c of Qᴴ b, of the b that was factored with A, or with `solve` x of R x = c; like b."""
+        """Return the first n rows c of Qᴴ b, where b was factored with A, or with `solve` x of R x = c; like b."""
         n = self.shape[1]
         x = self._r
         if self.grid.inside:

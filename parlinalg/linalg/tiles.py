@@ -184,7 +184,7 @@ class Tiles(Deal):
         self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0,
         cleared: bool = True,
     ) -> Any:  # fmt: skip
-        """Return the part of a matrix that `want`, which has the parts of all ranks, names for this one.  Collective."""
+        """Return the part of a matrix that `want` gives this rank, as `bring` does; it has all ranks'.  Collective."""
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
