@@ -22,7 +22,7 @@ from parlinalg.backend import backend_of, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import Board, as_slice, board
+from parlinalg.linalg.tiles import Board, board, indexer
 
 LEAF = 64
 """Rows of a part that LAPACK solves."""
@@ -146,7 +146,7 @@ def _turned(
     xp = namespace(w)
     has = [each[kept] for _, each in blocks]
     order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
-    inner = [as_slice(np.flatnonzero(each[order])) for each in has]
+    inner = [indexer(np.flatnonzero(each[order])) for each in has]
     factors = [xp.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
     others = np.flatnonzero(wanted >= k)
     known, last = w[:, rest[wanted[others] - k]], w[:, w.shape[1] - more :].copy()
@@ -157,7 +157,7 @@ def _turned(
     step = max(STRIP // 4, min(STRIP, len(out) // 2))
     for start in range(0, len(places), step):
         at = places[start : start + step]
-        u, columns = vector(wanted[at], order), as_slice(at)
+        u, columns = vector(wanted[at], order), indexer(at)
         scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
         for (part, _), j, factor in zip(blocks, inner, factors, strict=True):
             if len(factor):

@@ -22,7 +22,7 @@ from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Board, Deal, Places, Tiles, as_slice, board, clear_above, move, turned
+from parlinalg.linalg.tiles import Board, Deal, Places, Tiles, board, clear_above, indexer, move, turned
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
@@ -533,7 +533,7 @@ class Kept:
             v[at : at + len(each), start - k :] = each
             at += len(each)
         t = triangle(v.T, np.concatenate(taus))[np.triu_indices(len(v))]
-        self._closed.append((k, xp.ascontiguousarray(v[:, as_slice(self._rows[first(self._rows, k) :] - k)]).T, t))
+        self._closed.append((k, xp.ascontiguousarray(v[:, indexer(self._rows[first(self._rows, k) :] - k)]).T, t))
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective.

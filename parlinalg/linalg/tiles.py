@@ -368,7 +368,7 @@ def turned(places: Places) -> Places:
     return [(columns, rows) for rows, columns in places]
 
 
-def as_slice(numbers: Numbers) -> Any:
+def indexer(numbers: Numbers) -> Any:
     """Return rising numbers as a slice where they follow one another, since slices index faster; else as they are."""
     if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
