@@ -682,10 +682,10 @@ class ZarrFile(ArrayFile):
         elif self.dataset is not None:
             raise KeyError("it is one array, without datasets: leave out dataset=")
         self._array = node
-        told = node.attrs.get("parlinalg", {})
-        self._complete = told.get("complete", False)
+        attributes = node.attrs.get("parlinalg", {})
+        self._complete = attributes.get("complete", False)
         self.shape = tuple(node.shape)
-        self.dtype = dtype_named("bfloat16") if told.get("dtype") == "bfloat16" else _known(node.dtype)
+        self.dtype = dtype_named("bfloat16") if attributes.get("dtype") == "bfloat16" else _known(node.dtype)
         self.chunks = tuple(node.shards or node.chunks)
 
     def _keys(self, part: Rect) -> Iterator[str]:

@@ -127,8 +127,8 @@ def _recomputed(
             ys = _tensors(function(arrays))
             if (got := [(y.shape, y.layout) for y in ys]) != frames:
                 raise LayoutError(
-                    f"recompute: the function gave {_told(frames)}, and when called again in the backward pass "
-                    f"{_told(got)}; it must give the same"
+                    f"recompute: the function gave {_listed(frames)}, and when called again in the backward pass "
+                    f"{_listed(got)}; it must give the same"
                 )
             root = ys[0].node
             if left:
@@ -156,7 +156,7 @@ def _given(block: Block, layout: Layout) -> Part:
     return Part(lambda _, block: (block[...], layout), block)
 
 
-def _told(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
+def _listed(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
     return ", ".join(f"shape {shape} in {layout!r}" for shape, layout in frames)
 
 

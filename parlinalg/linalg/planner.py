@@ -529,11 +529,11 @@ def _replicated(plan: LinalgPlan) -> str:
     if least >= flat and plan.depth == 1:
         return f"one layer; on {_count(plan.ranks, 'rank')} more would save no words"
     if least < flat:
-        told = f"not {flat:,.0f} or more, {100 * (1 - least / flat):.0f}% fewer"
+        compared = f"not {flat:,.0f} or more, {100 * (1 - least / flat):.0f}% fewer"
     else:  # they were asked for, or save time
-        told = f"{100 * (least / max(flat, 1) - 1):.0f}% more than the {flat:,.0f} of one layer"
+        compared = f"{100 * (least / max(flat, 1) - 1):.0f}% more than the {flat:,.0f} of one layer"
     first = "one layer; " if plan.depth == 1 else ""
-    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {told}"
+    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {compared}"
 
 
 def _count(n: int, noun: str) -> str:

@@ -148,9 +148,9 @@ class FactorStack(Factor):
         if a.grid.inside and not odd:
             with np.errstate(all="ignore"):
                 self.held = [local(each) for each in _listed(block)]
-        told = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
-        refuse_odd(any(each for each, _ in told), name)
-        self._raise([problem for _, problem in told])
+        reported = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
+        refuse_odd(any(each for each, _ in reported), name)
+        self._raise([problem for _, problem in reported])
         self._unite()
 
     def _unite(self) -> None:

@@ -262,7 +262,7 @@ class FlatParameters:
         self.groups, self.master, self.by_parts = groups, master_dtype(master), by_parts
         self.entries: list[Entry] = []
         self.homes: list[Entry] = []
-        self._told: list[Any] = []
+        self._asked: list[Any] = []
         self.states: States = InMemory()
         self.check_shared()
 
@@ -307,8 +307,8 @@ class FlatParameters:
         numbers = self.numbers()
         fewer = len(old) != len(parameters) or not old
         fewer = fewer or not all(set(names[numbers[id(e.parameter)]]) <= set(e.names) for e in old)
-        told = [(id(h.parameter), h.name, h.shape, h.dtype, h.home) for h in homes]
-        if fewer or told != self._told or not all(e.shared for e in old):
+        asked = [(id(h.parameter), h.name, h.shape, h.dtype, h.home) for h in homes]
+        if fewer or asked != self._asked or not all(e.shared for e in old):
             self.check_shared()
             kept = self._kept([*old, *self.homes])
             entries = flatten(parameters, names, self.master, numbers)
@@ -317,7 +317,7 @@ class FlatParameters:
                 entry.homed = id(entry.parameter) in whole
             mine = [h.entry for h in homes if h.entry is not None]
             self.states.make([*entries, *mine])
-            self.entries, self.homes, self._told = entries, mine, told
+            self.entries, self.homes, self._asked = entries, mine, asked
             self.where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
         elif any(e.parameter.data is not e.data for e in old):
             order = [e.parameter for e in old]
