@@ -163,7 +163,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_space(error: BaseException, folder: Path) -> str:
-    """Return how much is free in a folder as the end of a message, if a full disk is the error; else nothing."""
+    """Return the free space of a folder as the end of a message, if the error is a full disk; else an empty text."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             return f"; {format_bytes(shutil.disk_usage(folder).free)} are free in {os.fspath(folder)}"

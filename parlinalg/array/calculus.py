@@ -246,7 +246,7 @@ def _product(a: Any, v: Any, xp: Any) -> Any:
 
 
 def apply_along_axis(func1d: Any, axis: int, arr: DistArray, *args: Any, **kwargs: Any) -> DistArray:
-    """Return what a function of NumPy vectors makes of each line along a dim; the lines are brought together first."""
+    """Return the results of a function of NumPy vectors for each line along a dim, which are gathered first."""
     a, d = settled(arr, "apply_along_axis"), axis_of(axis, arr.ndim)
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     others = [() if i == d else c for i, c in enumerate(a.layout.dims)]

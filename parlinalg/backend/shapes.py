@@ -187,7 +187,7 @@ class ShapesBackend:
         self._counts: Counter[Any] = Counter()
 
     def count(self, what: Any) -> int:
-        """Return how often this was asked for the same thing before."""
+        """Return the number of earlier calls with the same argument."""
         self._counts[what] += 1
         return self._counts[what] - 1
 
@@ -368,7 +368,7 @@ def label_memory(block: Any, category: str) -> None:
 
 
 def memory_label(block: Any) -> str:
-    """Return what the memory of a block is held for; an empty text for arrays with values."""
+    """Return the category of the memory of a block; an empty text for arrays with values."""
     if not isinstance(block, ShapeArray):
         return ""
     return block._category if block._base is None else block._base._category

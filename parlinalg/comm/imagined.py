@@ -338,6 +338,6 @@ def _alike(send: Block, recv: Block) -> None:
 
 
 def _parsed(payloads: Sequence[str]) -> list[Any]:
-    """Return what payloads hold; thousands of ranks that share the same value share one object."""
+    """Return the contents of payloads; thousands of ranks that share the same value share one object."""
     values = {payload: json.loads(payload) for payload in dict.fromkeys(payloads)}
     return [values[payload] for payload in payloads]

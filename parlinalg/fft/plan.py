@@ -49,7 +49,7 @@ class Span:
 
 
 def spans(layout: Layout, shape: Shape) -> tuple[Span, ...]:
-    """Return how a layout cuts the dims of an array of this shape."""
+    """Return the cuts of the dims of an array of this shape by a layout."""
     return tuple(Span(n, cut) for n, cut in zip(shape, layout.dims, strict=True))
 
 

@@ -188,7 +188,7 @@ def _rotation(x: Any, y: Any, limit: Any) -> tuple[Any, Any, Any]:
 def _deflated(
     d: np.ndarray, z: np.ndarray, rho: Any, limit: Any, vectors: list[np.ndarray], halves: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which columns take part in the merge, by rising d, and which are vectors already (`laed2`, `lasd2`).
+    """Return the columns that the merge changes, by rising d, and those that are vectors already (`laed2`, `lasd2`).
 
     Columns of nearly equal d are turned so that z of one becomes 0; `halves` say in which half a column has elements.
     """

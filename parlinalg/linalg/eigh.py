@@ -300,7 +300,7 @@ def _columns_loop(pair: Any, found: Any, both: Any, column: Any, start: int, aft
 
 
 def workers(tiles: Tiles) -> Deal:
-    """Return how a matrix is dealt that is reduced: to all ranks, or to as many of a node as it has cores for.
+    """Return the deal of a matrix for its reduction: to all ranks, or to as many ranks of a node as it has cores.
 
     Where ranks outnumber cores each column's sums would wait for all to have their turn.
     """
@@ -557,7 +557,7 @@ def share(start: int, stop: int, comm: Comm) -> slice:
 
 
 def first(numbers: np.ndarray, k: int) -> int:
-    """Return where the numbers from k on begin."""
+    """Return the place of the first number that is at least k."""
     return int(np.searchsorted(numbers, k))
 
 

@@ -94,7 +94,7 @@ class Panels(ABC):
 
     @abstractmethod
     def take(self, k: int, b: int, panel: Any) -> Any:
-        """Return what updates the columns right of the panel, once the panel is there."""
+        """Return the update of the columns right of the panel, once the panel is there."""
 
     def follow(self, k: int, b: int, step: Any) -> Any:
         """Do this layer's part in a panel that another one factors; return what updates the columns right of it.

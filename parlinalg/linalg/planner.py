@@ -513,7 +513,7 @@ def _others(plan: LinalgPlan) -> list[str]:
 
 
 def _replicated(plan: LinalgPlan) -> str:
-    """Return what several layers of ranks save, or would (Solomonik and Demmel, 2011)."""
+    """Return the words that several layers of ranks save, or would save (Solomonik and Demmel, 2011), as text."""
     half = plan.routine == "cholesky"
 
     def words(sizes: Mapping[str, int], depth: int) -> float:

@@ -186,7 +186,7 @@ class FactorStack(Factor):
         self, one: Callable[..., Any], core: tuple[int, ...], dtype: Any = None, rest: Layout | None = None,
         b: DistArray | None = None,
     ) -> DistArray:  # fmt: skip
-        """Return what a function of a factorization, and of the matrix of b, gives for all, [..., *core]."""
+        """Return the results of a function of a factorization and of the matrix of b for all of them, [..., *core]."""
         rest, grid = self.layout if rest is None else rest, self.grid
         dtype = self.dtype if dtype is None else dtype
         shape = (*self.stacks, *core)

@@ -283,7 +283,7 @@ class Board:
         return whole
 
     def broadcast(self, mine: Any, root: int) -> Any:
-        """Return what rank `root` has, in an array that all ranks give and that is overwritten.  Collective."""
+        """Return the array of rank `root`, in the arrays that all ranks give, which are overwritten.  Collective."""
         comm = self.comm
         if self._memory is None or mine.size > self._memory[0].size or comm.size == 1:
             comm.broadcast(mine, root)
@@ -446,7 +446,7 @@ def _layered(sizes: Mapping[str, int], shape: str, depth: int) -> Cut:
 
 
 def resting(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Places, Cut]:
-    """Return what every rank has of a matrix in a layout, and the axes along which ranks have the same."""
+    """Return the rows and columns of every rank for a matrix in a layout, and the axes along which they are equal."""
     places, copies = _resting(layout, tuple(shape), tuple(sizes.items()))
     return list(places), copies
 

@@ -327,7 +327,7 @@ Known = dict[tuple[str, int, str], Entry]
 
 
 def _key(row: list[Any]) -> tuple[str, int, str]:
-    """Return what tells the rows of a file's label apart: name, first element, and the state if it is at home."""
+    """Return the key of a row of a file's label: name, first element, and the state if it is at home."""
     return row[0], row[2], row[3][0] if row[6:] else ""
 
 

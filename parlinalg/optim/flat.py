@@ -38,7 +38,7 @@ class FlatOptions(TypedDict, total=False):
 
 
 def value_state(names: Iterable[str]) -> str | None:
-    """Return which of these states values are rounded from, if one is."""
+    """Return the state from which values are rounded, if one of these is."""
     return "master" if "master" in names else None
 
 

@@ -79,7 +79,7 @@ class Matrix:
 
 
 def split_of(p: Parameter) -> tuple[int, int]:
-    """Return how a parameter that is updated as a matrix is one; see `Parameter.matrix`."""
+    """Return the numbers of batch dims and of input dims of a parameter that is updated as matrices."""
     return (0, 1) if p.matrix is None else p.matrix
 
 

@@ -175,7 +175,7 @@ class Execution(ABC):
 
     @abstractmethod
     def at_work(self) -> list[Slots]:
-        """Return what every rank has at work."""
+        """Return the parts of matrices that every rank has at work."""
 
     @cached_property
     def bring(self) -> Exchange:

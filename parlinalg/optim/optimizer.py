@@ -201,7 +201,7 @@ class Optimizer(ABC):
         self.flat.place(states)
 
     def arrange(self) -> list[Entry]:
-        """Return what this rank updates, with states.  Collective over the axes along which ranks share it anew."""
+        """Return the entries that this rank updates, with states.  Collective over axes that newly share them."""
         return self.flat.arrange([self.states_of(group) for group in self.param_groups], self.home_states())
 
     @classmethod
@@ -270,7 +270,7 @@ class Optimizer(ABC):
         return [[p.name or numbers[id(p)] for p in group["params"]] for group in self.param_groups]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, on any grid: the global arrays, on every rank.  Collective.
+        """Load the state that `state_dict` gave on any grid: the global arrays, on every rank.  Collective.
 
         Raises
         ------

@@ -109,7 +109,7 @@ class MemoryTable:
 
 
 def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory = NOTHING) -> MemoryTable:
-    """Return what a rank holds with nothing offloaded, the largest over all ranks of its grid.  Collective."""
+    """Return the memory of a rank with nothing offloaded, the largest over all ranks of its grid.  Collective."""
     parameters = list(model.parameters())
     mine = dict.fromkeys((each.name for each in fields(MemoryTable)), 0)
     numbers, moves = optimizer.flat.numbers(), 0

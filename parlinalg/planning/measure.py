@@ -486,7 +486,7 @@ def _fused_rates(found: dict[str, float], source: str) -> dict[str, FusedAttenti
 
 
 def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
-    """Return what operations cost: bandwidths by bytes, rates of kernels, seconds beside their work."""
+    """Return the costs of operations: bandwidths by bytes, rates of kernels, and the overhead in seconds."""
     xp, found = backend.xp, {}
     few = backend.zeros((64, 2, 2), np.float32)
     found["call"] = _seconds(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
@@ -541,7 +541,7 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
 
 
 def _layers(grid: Grid) -> Callable[[], None]:
-    """Return what runs layers of a few thousand elements forward and backward."""
+    """Return a function that runs layers of a few thousand elements forward and backward."""
     scheme = discover()["serial"].SCHEME
     parts = [(LayerNorm(SIDE, scheme, grid), Linear(SIDE, SIDE, scheme, grid), GELU()) for _ in range(CHAIN)]
     own = [Sequential(*part) for part in parts]

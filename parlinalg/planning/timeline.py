@@ -153,7 +153,7 @@ class Timeline:
         return self.idle / self.seconds if self.seconds else 0.0
 
     def throughput(self, units: float) -> float:
-        """Return how many samples or tokens a second, by the number that a step takes."""
+        """Return the samples or tokens a second, by the number that a step takes."""
         return units / self.seconds if self.seconds else math.inf
 
     def utilisation(self, flops: float | None = None, peak: float | None = None) -> float:
@@ -177,7 +177,7 @@ class Timeline:
         return sorted(((c, s / self.seconds) for c, s in found.items() if s > 0), key=lambda x: (-x[1], x[0]))
 
     def bound(self) -> str:
-        """Return what bounds the step in a line.
+        """Return the bound of the step, as a line of text.
 
         Such as "all-gathers over axis c: 41% of the step; products 38%, other kernels 15%, idle 6%".
         """
@@ -593,7 +593,7 @@ class _Run:
         return (self._drive(op) if op.latency > _SOON else rates[op]) / op.transfer.total
 
     def _credits(self, op: _Operation) -> list[float]:
-        """Return what its ranks let an operation advance until they poll again, if it advances."""
+        """Return the progress of an operation until its ranks poll again, if it makes any."""
         if not self.polled or not self._advances(op):
             return []
         return [c for m, c in op.credit.items() if not self._inside(m)]

@@ -222,7 +222,7 @@ class Checkpoints:
             self.settle()
 
     def _share_out(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
-        """Return what this rank writes, and all tensors; as before if no rank holds other things than then."""
+        """Return the parts that this rank writes, and all tensors; the same as before if no rank holds other parts."""
         digest = hashlib.blake2b(json.dumps(held).encode(), digest_size=16).hexdigest()
         known = self._shared is not None and self._shared[0] == digest
         if not all(self.comm.share(known, others="alike")) or self._shared is None:

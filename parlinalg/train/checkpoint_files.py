@@ -162,7 +162,7 @@ class RankFile:
         self.file = header_of(self.path)
 
     def report(self) -> dict[str, Any]:
-        """Return what the index needs to know of it, as JSON."""
+        """Return its entry in the index, as JSON."""
         if self.file is None:
             return {"problem": self.problem, "file": None, "rectangles": []}
         file = [self.file.nbytes, self.file.header, self.file.checksum]

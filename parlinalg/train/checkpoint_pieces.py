@@ -89,7 +89,7 @@ class Piece:
 
 
 def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) -> list[Piece]:
-    """Return what this rank holds.  Collective over the axes along which ranks share updates anew."""
+    """Return the pieces that this rank holds.  Collective over axes along which updates are newly shared."""
     entries = [] if optimizer is None else optimizer.arrange()  # first: it moves values
     found = [_value(name, p) for name, p in parameters.items()]
     if optimizer is None:
