@@ -253,18 +253,7 @@ def setitem(a: DistArray, key: Any, value: Any, *, add: bool = False) -> None:
 
         raise LayoutError(f"elements of an array in {a.layout!r}, which is not summed yet, cannot be set; sum it first")
     items = expanded(key, a)
-    if not isinstance(value, DistArray):
-        value = np.asarray(value) if not hasattr(value, "dtype") else value
-        if value.ndim:
-            value = _distributed(value, a)
-    elif value.grid is not a.grid:
-        value = value.to_grid(a.grid, value.layout.with_partial(()))
-    if isinstance(value, DistArray):
-        value = value.summed()
-        if not value.ndim:
-            value = value.dtype.type(value.item())
-    else:
-        value = value[()]  # no array of the host, which a GPU does not take
+    value = _brought(value, a)
     mask = lone_mask(items)
     if mask is not None and (not mask.ndim or not isinstance(value, DistArray)):
         return _fill(a, mask, value)
@@ -290,6 +279,19 @@ def setitem(a: DistArray, key: Any, value: Any, *, add: bool = False) -> None:
     block = value.block.reshape(a.grid.block_shape(layout, shape)) if a.grid.inside else value.block
     copy_part(a, parsed.ranges, DistArray(block, shape, layout, a.grid), [range(n) for n in shape])
     return None
+
+
+def _brought(value: Any, a: DistArray) -> Any:
+    """Return a value as a DistArray on the grid of `a`, with nothing left to sum, or as a scalar if it has no dims."""
+    if not isinstance(value, DistArray):
+        value = np.asarray(value) if not hasattr(value, "dtype") else value
+        if not value.ndim:
+            return value[()]  # no array of the host, which a GPU does not take
+        value = _distributed(value, a)
+    elif value.grid is not a.grid:
+        value = value.to_grid(a.grid, value.layout.with_partial(()))
+    value = value.summed()
+    return value if value.ndim else value.dtype.type(value.item())
 
 
 def _fitted(value: DistArray, shape: Shape) -> DistArray:

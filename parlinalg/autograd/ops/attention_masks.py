@@ -143,8 +143,8 @@ def whole_sequence(x: DistArray, array: DistArray, name: str) -> DistArray:
     have, want = effective(array.layout, grid), effective(x.layout, grid)
     if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims[:2], strict=True)):
         raise LayoutError(
-            f"attention: {name} is {array.layout!r}, and q is {x.layout!r}; each dim is whole or cut as that of q: "
-            f"mend it by .redistribute({Layout(*x.layout.dims[:2])!r})"
+            f"attention: {name} is {array.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as that of "
+            f"q: mend it by .redistribute({Layout(*x.layout.dims[:2])!r})"
         )
     return array.redistribute(Layout(array.layout.dims[0], None)) if have.dims[1] else array
 
@@ -297,8 +297,8 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
         have = effective(mask.layout, grid)
         if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims, strict=True)):
             raise LayoutError(
-                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim is whole or cut as that of "
-                f"q: mend it by .redistribute({Layout(*want.dims)!r})"
+                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as that "
+                f"of q: mend it by .redistribute({Layout(*want.dims)!r})"
             )
     lacking = Layout(*(() if h else w for h, w in zip(have.dims, want.dims, strict=True)))
     part = tuple(slice(r.start, r.stop) for r in grid.block(lacking, mask.shape))

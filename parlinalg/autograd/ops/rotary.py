@@ -61,7 +61,7 @@ def rotary(
     if any(x.grid.sizes[a] > 1 for a in (*cuts[4], *(cuts[3] if turned < x.shape[3] else ()))):
         right = x.layout.with_dim(3, None).with_dim(4, None)
         raise LayoutError(
-            f"rotary: z of shape {x.shape} is {x.layout!r}; a head's parts and features are whole: mend it by "
+            f"rotary: z of shape {x.shape} is {x.layout!r}; a head's parts and features must be whole: mend it by "
             f".redistribute({right!r})"
         )
     rest = x.layout

@@ -152,7 +152,7 @@ def narrow(x: Any, dim: int, start: int, stop: int) -> Tensor:
     if effective(data.layout, data.grid).dims[dim]:
         right = data.layout.with_dim(dim, None)
         raise LayoutError(
-            f"narrow: dim {dim} of {data.layout!r} is cut; it is whole: mend it by .redistribute({right!r})"
+            f"narrow: dim {dim} of {data.layout!r} is cut; it must be whole: mend it by .redistribute({right!r})"
         )
     rest, where = data.layout, (slice(None),) * (dim % data.ndim) + (slice(start, stop),)
     shape = (*data.shape[:dim], stop - start, *data.shape[dim + 1 :])
