@@ -297,8 +297,8 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
         have = effective(mask.layout, grid)
         if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims, strict=True)):
             raise LayoutError(
-                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as that "
-                f"of q: mend it by .redistribute({Layout(*want.dims)!r})"
+                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as "
+                f"that of q: mend it by .redistribute({Layout(*want.dims)!r})"
             )
     lacking = Layout(*(() if h else w for h, w in zip(have.dims, want.dims, strict=True)))
     part = tuple(slice(r.start, r.stop) for r in grid.block(lacking, mask.shape))
