@@ -59,7 +59,7 @@ class ValuesNeeded(ParlinalgError, TypeError):
 
 
 def user_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame outside parlinalg, or of the outermost frame if all are inside."""
+    """Return `file:line` of the innermost frame outside parlinalg, or of the outermost frame if all are inside."""
     last = "an unknown line"
     here = os.getcwd() + os.sep
     while frame is not None:

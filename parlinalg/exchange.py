@@ -16,7 +16,7 @@ from parlinalg.comm import Comm, Handle
 from parlinalg.comm.shared import common
 
 FEW = 16
-"""Ranks of one node up to which what they exchange lies in common memory."""
+"""Ranks of one node up to which what they exchange lies in shared memory."""
 Block = Any  # an array of the grid's backend
 Rect = tuple[range, ...]
 Shape = tuple[int, ...]
@@ -33,7 +33,7 @@ def rect_at(offsets: Sequence[int], sizes: Sequence[int]) -> Rect:
 
 
 def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Corner]:
-    """Elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
+    """Yield the elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
 
     >>> list(rectangles((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -113,7 +113,7 @@ def exchange(
     sends[i] is the part of `have` that rank i gets, receives[i] the part of `want` that rank i sends.  `largest` is the
     elements of the largest block involved on any rank of `comm`: up to `tunables.MOVE_BUFFER` all goes in one
     all-to-all, above it pair by pair in pieces of at most `piece_size(largest)`, so that no more than source, target
-    and two pieces are ever held.  Ranks of one node that wait for the end hand over smaller pieces in common memory.
+    and two pieces are ever held.  Ranks of one node that wait for the end hand over smaller pieces in shared memory.
     """
     out, limit = backend.empty(tuple(len(r) for r in want), dtype), piece_size(largest)
     if comm.size == 1:
@@ -169,7 +169,7 @@ def _hand_over(
     memory: np.ndarray, block: Block, have: Rect, out: Block, want: Rect, sends: Sequence[Rect],
     receives: Sequence[Rect], comm: Comm,
 ) -> None:  # fmt: skip
-    """Exchange all but this rank's own part through common memory, [turn, from, to, piece], in pieces in the cache.
+    """Exchange all but this rank's own part through shared memory, [turn, from, to, piece], in pieces in the cache.
 
     What is written at one turn is read after a barrier, while the next turn's pieces are written beside it.
     """

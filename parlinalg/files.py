@@ -80,9 +80,9 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is too large to be held in memory") from None
 
 
-def read_json(path: Path, most: int = MOST_JSON, *, follow: bool = True) -> Any:
+def read_json(path: Path) -> Any:
     """Return the value of a file in JSON; errors as of `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, most, follow=follow))
+    return parse_json(read_bytes(path, MOST_JSON))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -147,18 +147,23 @@ def _exchanged(first: Path, second: Path) -> bool:
     return bool(call(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0)
 
 
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until what was written to a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk, where the file system can say so."""
     with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
 
 
 def free_space(error: BaseException, folder: Path) -> str:
-    """Return how much is free in a folder as the end of a message, if a full disk is the error; else nothing."""
+    """Return the free space of a folder as the end of a message, if the error is a full disk; else an empty text."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             return f"; {format_bytes(shutil.disk_usage(folder).free)} are free in {os.fspath(folder)}"

@@ -293,7 +293,7 @@ class Grid:
 
 
 def default_layout(axes: Cut, shape: tuple[int, ...]) -> Layout:
-    """Return what `Grid.default_layout` returns on a grid with these axes."""
+    """Return the default layout of arrays on a grid with these axes; see `Grid.default_layout`."""
     dims: list[Cut] = [()] * len(shape)
     lengths = list(shape)
     for axis in axes:
@@ -342,7 +342,7 @@ def worlds(grids: Iterable[Grid]) -> list[Comm]:
 
 
 def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:
-    """Return what is wrong with the sizes of a grid over so many ranks, or an empty string."""
+    """Return the problem with the sizes of a grid over so many ranks, or an empty string."""
     if not isinstance(sizes, Mapping) or not sizes:
         return f'a grid takes a dict of axis names and sizes, such as {{"r": 2, "c": 2}}, not {sizes!r}'
     for axis, n in sizes.items():

@@ -34,7 +34,7 @@ class Step:
     to_dim: int = -1
 
     def words(self, shape: tuple[int, ...], sizes: Sizes, coords: Mapping[str, int]) -> int:
-        """Elements that the rank at `coords` receives in this step."""
+        """Return the elements that the rank at `coords` receives in this step."""
         if self.op in ("mask", "embed", "slice"):
             return 0
         before = self.src.block(shape, sizes, coords)
@@ -90,7 +90,7 @@ class _Walk:
         return tuple(sorted(axes, key=self.order.__getitem__))
 
     def make_partial(self) -> None:
-        """Axes that become partial: a whole value stays at coordinate 0, a block goes into zeros where it stands."""
+        """Make axes partial: a whole value stays at coordinate 0, a block goes into zeros where it stands."""
         for axis in self.sorted(set(self.goal.partial) - set(self.now.partial)):
             dim = self.now.where(axis)
             partial = (*self.now.partial, axis)
@@ -186,5 +186,5 @@ class _Walk:
 
 
 def words(src: Layout, dst: Layout, shape: tuple[int, ...], sizes: Sizes, coords: Mapping[str, int]) -> int:
-    """Elements that the rank at `coords` receives when an array of `shape` goes from layout `src` to `dst`."""
+    """Return how many elements the rank at `coords` receives when an array goes from layout `src` to `dst`."""
     return sum(step.words(shape, sizes, coords) for step in moves(src, dst, sizes))

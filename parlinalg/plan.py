@@ -167,7 +167,7 @@ class Plan:
         return Plan(m=self.n, n=self.m, k=self.k, b=self.b, x=_swap(self.w), w=_swap(self.x), y=_swap(self.y))
 
     def words(self, x: Shape, w: Shape, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-        """Elements that the rank at `coords` receives in the product of arrays of shapes `x` and `w`, exactly."""
+        """Return how many elements the rank at `coords` receives in the product of arrays of these shapes, exactly."""
         y = self.result_shape(x, w)
         return (
             words(self.x, self.x_work, x, sizes, coords)

@@ -65,7 +65,7 @@ def redistribute(
     Beside its source and its target each step of a move holds two pieces, one sent and one received, of at most
     `tunables.MOVE_BUFFER` elements or a sixteenth (`tunables.MOVE_SHARE`) of its larger block, whichever is more: the
     number of messages does not grow with the blocks.  One row of the longest uncut dim is the least piece there is.
-    Up to 16 ranks of one node hand over pieces of `tunables.MOVE_COMMON` elements a rank in common memory instead.
+    Up to 16 ranks of one node hand over pieces of `tunables.MOVE_COMMON` elements a rank in shared memory instead.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def start(
 
 
 def count(src: Layout, dst: Layout, shape: Shape, grid: Grid, dtype: Any) -> None:
-    """Enter a change of layout that is made through common memory in the ledger, as that of `redistribute`."""
+    """Enter a change of layout that is made through shared memory in the ledger, as that of `redistribute`."""
     for step in moves(src, dst, grid.sizes) if math.prod(shape) else ():
         if step.op not in ("mask", "embed", "slice"):
             op = "all_to_all" if step.op == "exchange" else step.op

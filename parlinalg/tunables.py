@@ -91,7 +91,7 @@ MOVE_SHARE = 16
 an eighth of the block to the memory of a move."""
 
 MOVE_COMMON = 1 << 18
-"""Elements a rank that ranks of one node hand over at a time in common memory: few enough to stay in the cache."""
+"""Elements a rank that ranks of one node hand over at a time in shared memory: few enough to stay in the cache."""
 
 TILES_MOVED = 1 << 18
 """Elements a rank that travel at a time between rest and a factorization: few enough to stay in the cache."""

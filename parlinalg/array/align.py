@@ -125,7 +125,7 @@ def together(
 
 
 def narrowed(layout: Layout, shape: Shape, full: Shape) -> Layout:
-    """Return what a layout of the broadcast shape `full` says of an operand of `shape`: broadcast dims are whole."""
+    """Return the layout of an operand of `shape` by one of the broadcast shape `full`: broadcast dims are whole."""
     extra = len(full) - len(shape)
     return Layout(*(cut if n == m else () for cut, n, m in zip(layout.dims[extra:], shape, full[extra:], strict=True)))
 
@@ -248,7 +248,7 @@ def _why(candidate: Candidate, best: Candidate) -> str:
 def plan_elementwise(
     *operands: DistArray | tuple[Sequence[int], Layout], grid: Mapping[str, int] | None = None
 ) -> ElementwisePlan:
-    """Return what an elementwise operation on these operands would do; nothing moves.
+    """Return the plan of an elementwise operation on these operands; nothing moves.
 
     Parameters
     ----------
@@ -319,7 +319,7 @@ def spread(shape: Sequence[int], axes: Sequence[str], dims: Sequence[Cut] = ()) 
 
 @lru_cache(maxsize=4096)
 def total_words(src: Layout, dst: Layout, shape: Shape, items: Items) -> int:
-    """Elements that all ranks together receive in a move (on large grids in proportion)."""
+    """Return the number of elements that all ranks together receive in a move (on large grids in proportion)."""
     if src == dst:
         return 0
     sizes = dict(items)

@@ -246,7 +246,7 @@ def _product(a: Any, v: Any, xp: Any) -> Any:
 
 
 def apply_along_axis(func1d: Any, axis: int, arr: DistArray, *args: Any, **kwargs: Any) -> DistArray:
-    """Return what a function of NumPy vectors makes of each line along a dim; the lines are brought together first."""
+    """Return the results of a function of NumPy vectors for each line along a dim, which are gathered first."""
     a, d = settled(arr, "apply_along_axis"), axis_of(axis, arr.ndim)
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     others = [() if i == d else c for i, c in enumerate(a.layout.dims)]
@@ -261,14 +261,14 @@ def apply_along_axis(func1d: Any, axis: int, arr: DistArray, *args: Any, **kwarg
             found = np.apply_along_axis(func1d, d, grid.backend.to_host(a.block), *args, **kwargs)
         except Exception as error:
             problem = error
-    told = grid.world.share(
+    reported = grid.world.share(
         [None if found is None else [list(found.shape), found.dtype.name], repr(problem or "")], others="alike"
     )
     if problem is not None:
         raise problem
-    if failed := next((text for _, text in told if text != "''"), None):
+    if failed := next((text for _, text in reported if text != "''"), None):
         raise RuntimeError(f"np.apply_along_axis: the function failed on another rank: {failed}")
-    (first, name) = next(fact for fact, _ in told if fact is not None)
+    (first, name) = next(fact for fact, _ in reported if fact is not None)
     new = first[d : len(first) - (a.ndim - d - 1)]
     full = (*a.shape[:d], *new, *a.shape[d + 1 :])
     layout = Layout(*a.layout.dims[:d], *((),) * len(new), *a.layout.dims[d + 1 :])

@@ -123,7 +123,7 @@ def einsum(
     """
     inputs, output, arrays = parsed(operands)
     if order not in ("K", "C", "A"):
-        raise TypeError(f"einsum(order={order!r}): the blocks of a DistArray lie in C order; leave order= away")
+        raise TypeError(f"einsum(order={order!r}): the blocks of a DistArray lie in C order; leave order= out")
     kind = np.result_type(*(a.dtype for a in arrays)) if dtype is None else np.dtype(dtype)
     if odd := next((a for a in arrays if not np.can_cast(a.dtype, kind, casting)), None):
         raise TypeError(f"einsum: {odd.dtype} does not become {kind} under casting={casting!r}")

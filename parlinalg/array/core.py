@@ -261,7 +261,7 @@ class DistArray(NDArrayOperatorsMixin):
         Collective in that case.
         """
         if order not in ("K", "C", "A"):
-            raise TypeError(f"astype(order={order!r}): the blocks of a DistArray lie in C order; leave order= away")
+            raise TypeError(f"astype(order={order!r}): the blocks of a DistArray lie in C order; leave order= out")
         to = native(np.dtype(dtype))
         if self.layout.partial and not terms_add(self.dtype, to) and effective(self.layout, self.grid).partial:
             return self.summed().astype(to, casting=casting, copy=copy)
@@ -659,7 +659,7 @@ class DistArray(NDArrayOperatorsMixin):
             return format(self.item(), spec)
         if spec:
             raise TypeError(
-                f"the format {spec!r} is one of a number; this array has shape {self.shape}: format single elements, "
+                f"the format {spec!r} is for numbers; this array has shape {self.shape}: format single elements, "
                 "or .gather() with np.array2string"
             )
         return str(self)
@@ -668,7 +668,7 @@ class DistArray(NDArrayOperatorsMixin):
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}, grid={self.grid!r})"
 
     def __str__(self) -> str:
-        """`repr` and a summary of the values, alike on every rank.  Collective: all ranks must print, or use `repr`."""
+        """Return `repr` and a summary of the values.  Collective: all ranks must print, or use `repr`."""
         return f"{self!r}\n{_summary(self)}"
 
 

@@ -391,7 +391,7 @@ def asarray(
             return found.astype(dtype)
         return found.copy() if copy else found
     if copy is False:
-        raise ValueError("plain data are copied to become a distributed array; copy=False cannot be")
+        raise ValueError("plain data are copied to become a distributed array; copy=False is not possible")
     if isinstance(obj, list | tuple):
         obj = _plain(obj)
     host = np.asarray(obj, dtype=dtype) if not hasattr(obj, "__cuda_array_interface__") else obj
@@ -471,5 +471,7 @@ def from_dlpack(x: Any, /, *, device: Any = None, copy: Any = None) -> DistArray
     if not grid.backend.host_memory:
         return asarray(grid.backend.xp.from_dlpack(x), device=device)
     if copy is False:
-        raise ValueError(f"data of a GPU are copied to arrays of {grid!r}, which are on the host; copy=False cannot be")
+        raise ValueError(
+            f"data of a GPU are copied to arrays of {grid!r}, which are on the host; copy=False is not possible"
+        )
     return asarray(np.from_dlpack(x, device="cpu"), device=device)

@@ -31,7 +31,7 @@ from parlinalg.comm import Comm
 from parlinalg.comm.together import together
 from parlinalg.errors import FileError
 from parlinalg.exchange import Rect, Runs, local, volume
-from parlinalg.files import free_space, open_regular, replace, sync_folder
+from parlinalg.files import free_space, open_regular, replace, sync, sync_folder
 from parlinalg.grid import Grid, default_grid
 from parlinalg.layout import Layout, piece
 from parlinalg.redistribute import check_given, redistribute
@@ -439,15 +439,6 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype("V2") if dtype.name == "bfloat16" else dtype
 
 
-def _sync(path: str) -> None:
-    """Wait until what was written to a file is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _in_order(values: np.ndarray) -> np.ndarray:
     """Return a host array in C order; a transposed one is copied by columns few enough to stay in the cache."""
     if values.ndim < 2 or values.strides[-1] == values.itemsize:
@@ -655,7 +646,7 @@ class HDF5File(ArrayFile):
     def finish(self) -> None:
         if self._file is not None:
             self.close()
-            _sync(self.aside)
+            sync(self.aside)
 
 
 class ZarrFile(ArrayFile):
@@ -691,10 +682,10 @@ class ZarrFile(ArrayFile):
         elif self.dataset is not None:
             raise KeyError("it is one array, without datasets: leave out dataset=")
         self._array = node
-        told = node.attrs.get("parlinalg", {})
-        self._complete = told.get("complete", False)
+        attributes = node.attrs.get("parlinalg", {})
+        self._complete = attributes.get("complete", False)
         self.shape = tuple(node.shape)
-        self.dtype = dtype_named("bfloat16") if told.get("dtype") == "bfloat16" else _known(node.dtype)
+        self.dtype = dtype_named("bfloat16") if attributes.get("dtype") == "bfloat16" else _known(node.dtype)
         self.chunks = tuple(node.shards or node.chunks)
 
     def _keys(self, part: Rect) -> Iterator[str]:
@@ -776,7 +767,7 @@ class ZarrFile(ArrayFile):
     def finish(self) -> None:
         files = [os.path.join(self.aside, key) for key in ("zarr.json", *self._written)]
         for file in files:
-            _sync(file)
+            sync(file)
         for folder in {os.path.dirname(file) for file in files}:
             sync_folder(folder)
         self.close()

@@ -81,7 +81,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         value = given.pop(key)
         if value is not np._NoValue and not any(value is idle or _equal(value, idle) for idle in _IDLE.get(key, ())):
             raise TypeError(
-                f"np.{found.name}({key}=) is not defined on distributed arrays; leave {key}= away, or take the global "
+                f"np.{found.name}({key}=) is not defined on distributed arrays; leave {key}= out, or take the global "
                 "array by gather()"
             )
     return found.run(**given)

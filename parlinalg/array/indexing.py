@@ -88,6 +88,7 @@ def _arranged(a: DistArray, order: Sequence[int]) -> DistArray:
 
 
 def is_mask(item: Any) -> bool:
+    """Return True for an array of booleans, of any kind; False for a boolean scalar."""
     return getattr(item, "dtype", None) == np.bool_ and not isinstance(item, np.generic)
 
 
@@ -180,7 +181,7 @@ def parse(items: Sequence[Item], a: DistArray) -> Key:
             key.ranges.append(range(*item.indices(n)))
             key.order.append(d)
         elif is_mask(item):
-            _fits(item, a.shape[d:])
+            _check_mask(item, a.shape[d:])
             if not item.ndim:
                 raise IndexError("a boolean without dims is an index only at the front, beside slices of whole dims")
             mask = item if isinstance(item, DistArray) else _distributed(item, a)
@@ -211,11 +212,10 @@ def _distributed(array: np.ndarray, a: DistArray) -> DistArray:
     return distribute(array, a.grid, a.grid.default_layout(array.shape))
 
 
-def _fits(mask: Any, shape: Shape) -> bool:
-    """Return True; raise an IndexError unless the mask has the leading sizes of `shape` (or 0, as NumPy allows)."""
+def _check_mask(mask: Any, shape: Shape) -> None:
+    """Raise an IndexError unless the mask has the leading sizes of `shape`, or 0, as NumPy allows."""
     if mask.ndim > len(shape) or any(n not in (m, 0) for n, m in zip(mask.shape, shape, strict=False)):
         raise IndexError(f"a mask of shape {mask.shape} does not fit dims of shape {shape}")
-    return True
 
 
 def _taken_none(a: DistArray, rest: Shape) -> DistArray:
@@ -231,7 +231,8 @@ def masked(a: DistArray, mask: Any) -> DistArray:
     from parlinalg.array.sorting import compress
 
     rest = a.shape[mask.ndim :]
-    if _fits(mask, a.shape) and 0 in mask.shape:
+    _check_mask(mask, a.shape)
+    if 0 in mask.shape:
         return _taken_none(a, rest)
     mask = mask if isinstance(mask, DistArray) else _distributed(mask, a)
     axes = tuple(x for x in a.grid.axes if not any(x in cut for cut in a.layout.dims[mask.ndim :]))
@@ -252,18 +253,7 @@ def setitem(a: DistArray, key: Any, value: Any, *, add: bool = False) -> None:
 
         raise LayoutError(f"elements of an array in {a.layout!r}, which is not summed yet, cannot be set; sum it first")
     items = expanded(key, a)
-    if not isinstance(value, DistArray):
-        value = np.asarray(value) if not hasattr(value, "dtype") else value
-        if value.ndim:
-            value = _distributed(value, a)
-    elif value.grid is not a.grid:
-        value = value.to_grid(a.grid, value.layout.with_partial(()))
-    if isinstance(value, DistArray):
-        value = value.summed()
-        if not value.ndim:
-            value = value.dtype.type(value.item())
-    else:
-        value = value[()]  # no array of the host, which a GPU does not take
+    value = _brought(value, a)
     mask = lone_mask(items)
     if mask is not None and (not mask.ndim or not isinstance(value, DistArray)):
         return _fill(a, mask, value)
@@ -284,12 +274,24 @@ def setitem(a: DistArray, key: Any, value: Any, *, add: bool = False) -> None:
         value = value.redistribute(Layout(*whole)).transpose((*back, *new))
     sources = iter(range(len(back)))
     dims = {d: next(sources) for d in parsed.order if d >= 0}
-    held = value
-    shape = tuple(held.shape[dims[d]] if d in dims else 1 for d in range(a.ndim))
-    layout = Layout(*(held.layout.dims[dims[d]] if d in dims else () for d in range(a.ndim)))
-    block = held.block.reshape(a.grid.block_shape(layout, shape)) if a.grid.inside else held.block
+    shape = tuple(value.shape[dims[d]] if d in dims else 1 for d in range(a.ndim))
+    layout = Layout(*(value.layout.dims[dims[d]] if d in dims else () for d in range(a.ndim)))
+    block = value.block.reshape(a.grid.block_shape(layout, shape)) if a.grid.inside else value.block
     copy_part(a, parsed.ranges, DistArray(block, shape, layout, a.grid), [range(n) for n in shape])
     return None
+
+
+def _brought(value: Any, a: DistArray) -> Any:
+    """Return a value as a DistArray on the grid of `a`, with nothing left to sum, or as a scalar if it has no dims."""
+    if not isinstance(value, DistArray):
+        value = np.asarray(value) if not hasattr(value, "dtype") else value
+        if not value.ndim:
+            return value[()]  # no array of the host, which a GPU does not take
+        value = _distributed(value, a)
+    elif value.grid is not a.grid:
+        value = value.to_grid(a.grid, value.layout.with_partial(()))
+    value = value.summed()
+    return value if value.ndim else value.dtype.type(value.item())
 
 
 def _fitted(value: DistArray, shape: Shape) -> DistArray:
@@ -308,7 +310,9 @@ def _fitted(value: DistArray, shape: Shape) -> DistArray:
 
 
 def _fill(a: DistArray, mask: Any, value: Any) -> None:
-    if _fits(mask, a.shape) and 0 in mask.shape:
+    """Write a scalar, or to an array without dims any value, where a mask of the leading dims is True."""
+    _check_mask(mask, a.shape)
+    if 0 in mask.shape:
         return
     if not mask.ndim:
         if bool(mask):

@@ -283,7 +283,7 @@ def positions(a: DistArray, dim: int) -> Any:
 def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
     """Return the matrices with zeros above (or below) diagonal number k."""
     if a.ndim < 2:
-        raise ValueError(f"a triangle is one of matrices; the array has shape {a.shape}")
+        raise ValueError(f"tril and triu take matrices, or stacks of them, not an array of shape {a.shape}")
     i, j, k = positions(a, a.ndim - 2), positions(a, a.ndim - 1), whole("k, the number of a diagonal,", k)
     kept = j - i <= k if lower else j - i >= k
     return a.like(a.xp.where(kept, a.block, a.dtype.type(0)) if a.grid.inside else a.block)
@@ -294,7 +294,7 @@ def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> D
     """Return a diagonal of the matrices of two dims, as the last dim."""
     d, e = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
     if d == e:
-        raise ValueError(f"a diagonal is one of two dims; {axis1} and {axis2} are one")
+        raise ValueError(f"diagonal takes two dims, axis1 and axis2, not {axis1} twice")
     offset = whole("offset, the number of a diagonal,", offset)
     order = [i for i in range(a.ndim) if i not in (d, e)]
     turned = a.transpose((*order, d, e))

@@ -212,7 +212,7 @@ class Info:
     """The inspection functions that `__array_namespace_info__()` returns."""
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what the namespace can do."""
+        """Return the capabilities of the namespace."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:

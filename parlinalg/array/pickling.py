@@ -51,7 +51,7 @@ class Description:
 
 
 def reduced(a: DistArray) -> tuple[Any, ...]:
-    """Return what `pickle` writes of an array on this rank."""
+    """Return the function and the arguments by which `pickle` restores an array on this rank."""
     grid = a.grid
     name = next((name for name, known in _known.items() if known is grid), None)
     if name is None:

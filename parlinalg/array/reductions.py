@@ -35,7 +35,7 @@ def dims_of(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def reduced(a: DistArray, dims: tuple[int, ...], keepdims: bool) -> tuple[tuple[int, ...], Layout, Cut]:
-    """Shape and layout (without partial axes) after reducing `dims`, and the axes that cut them."""
+    """Return shape and layout (without partial axes) after reducing `dims`, and the axes that cut them."""
     over = tuple(axis for d in dims for axis in a.layout.dims[d])
     if keepdims:
         shape = tuple(1 if d in dims else n for d, n in enumerate(a.shape))
@@ -71,7 +71,7 @@ def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _outside(a: DistArray, block: Any, shape: tuple[int, ...]) -> Any:
-    """Ranks outside the grid keep blocks of size zero where the shape has dims."""
+    """Return the block of a rank outside the grid: of size zero where the shape has dims."""
     return (
         block
         if a.grid.inside

@@ -76,9 +76,7 @@ class Owners:
         return self.a.block.transpose((*self.dims, *self.rest))
 
 
-def numbered(
-    owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape, *, looked_up: bool = True
-) -> np.ndarray:
+def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape, *, looked_up: bool) -> np.ndarray:
     """Return the numbers of the elements that this rank's part of the index chooses, flat.
 
     Without `looked_up` numbers out of bounds are forgiven, as NumPy does where index arrays choose no element.

@@ -301,7 +301,7 @@ def _splitters(
 def _sorted_by_samples(
     block: Block, bounds: np.ndarray, comm: Any, backend: Any, descending: bool
 ) -> Block | None:  # fmt: skip
-    """Return what `sort_line` does, of keys alone; None, on all ranks, where sorted keys are the shorter way.
+    """Return the result of `sort_line` for keys alone; None, on all ranks, if sorting the keys is faster.
 
     Samples tell between which keys each of `bounds` (of the line in rising order) is likely to lie.  Only the keys
     between them are sorted to part them exactly; all others are sorted once, where they arrive.

@@ -144,9 +144,7 @@ def _found(
     return out
 
 
-def median(
-    a: DistArray, axis: Axis = None, keepdims: bool = False, *, ignore_nan: bool = False, name: str = "median"
-) -> DistArray:
+def median(a: DistArray, axis: Axis = None, keepdims: bool = False, *, ignore_nan: bool = False) -> DistArray:
     """Return the median over dims: of lines of even length the mean of the two elements in the middle."""
     dims = dims_of(axis, a.ndim)
     values, counts = selected(a, dims, lambda n: np.stack([(n - 1) // 2, n // 2]).clip(0), 2)

@@ -20,6 +20,7 @@ from parlinalg.array.core import DistArray, check_out, delivered, effective, mis
 from parlinalg.backend.shapes import has_values
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
+from parlinalg.layout import Layout
 
 Scalar = int | float | complex | np.generic
 
@@ -56,15 +57,20 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     if kwargs.get("where", True) is not True:
         return _where(ufunc, inputs, kwargs)
     kwargs.pop("where", None)
+    return _elementwise(ufunc, inputs, kwargs)
+
+
+def _elementwise(ufunc: np.ufunc, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a call without a mask, element by element; `kwargs` may have `out` and `dtype`."""
+    name = ufunc.__name__
     out, dtype = kwargs.pop("out", None), kwargs.get("dtype")
     if dtype is not None:
         native(np.dtype(dtype))
-    operands = [operand(value, ufunc.__name__) for value in inputs]
+    operands = [operand(value, name) for value in inputs]
     arrays = [o for o in operands if isinstance(o, DistArray)]
     if not arrays:
-        raise TypeError(f"out= of np.{ufunc.__name__} is distributed, but its operands are not")
+        raise TypeError(f"out= of np.{name} is distributed, but its operands are not")
     grid = same_grid(arrays)
-    name = ufunc.__name__
     shape = broadcast_shape([a.shape for a in arrays], name)
     for target in out or ():
         wide = isinstance(target, DistArray) and shape != target.shape and fits(shape, target.shape)
@@ -75,22 +81,8 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
 
             first = next(i for i, o in enumerate(operands) if isinstance(o, DistArray))
             operands[first] = broadcast_to(arrays[0], target.shape)
-            return apply(ufunc, method, operands, {**kwargs, "out": out})
-    partial = any(effective(a.layout, grid).partial for a in arrays)
-    if partial:
-        try:
-            _check_partial(ufunc, operands, dtype, out)
-        except LayoutError:
-            if is_explicit():
-                raise
-            partial = False
-    if partial:
-        layout = arrays[0].layout
-    else:
-        goal = out[0].layout.with_partial(()) if out else None
-        _, layout, moved = together(arrays, name, goal)
-        ready = iter(moved)
-        operands = [next(ready) if isinstance(o, DistArray) else o for o in operands]
+            return _elementwise(ufunc, operands, {**kwargs, "out": out})
+    layout, operands = _aligned(ufunc, operands, arrays, dtype, out)
     if ufunc is np.power and dtype is None:
         _check_power(operands[0], operands[1], math.prod(shape), grid)
     unlike = next((t for t in out or () if effective(t.layout, grid) != effective(layout, grid)), None)
@@ -100,30 +92,61 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
         found = ufunc(*operands, **kwargs)
         results = [delivered(r, t, name) for r, t in zip(found if ufunc.nout > 1 else (found,), out, strict=True)]
         return tuple(results) if ufunc.nout > 1 else results[0]
-    into = None if out is None else tuple(target.destination() for target in out)
-    values: Sequence[Any] = [o.block if isinstance(o, DistArray) else o for o in operands]
-    if grid.backend.values and not (kwargs or grid.backend.host_memory):
-        values = _cast(ufunc, values, getattr(arrays[0].xp, name, None))
-    if ufunc in _EXACT:
-        result = _EXACT[ufunc](*values, **kwargs)
-        if into is not None:
-            into[0][...] = result
-    else:
-        result = ufunc(*values, **kwargs, **({} if into is None else {"out": into}))
-    if out is not None and into is not None:
+    if out is not None:
+        into = tuple(target.destination() for target in out)
+        _on_blocks(ufunc, operands, grid, kwargs, into)
         for target, block in zip(out, into, strict=True):
             target.adopt(block)
         return out[0] if len(out) == 1 else out
+    result = _on_blocks(ufunc, operands, grid, kwargs)
     if isinstance(result, tuple):
         return tuple(arrays[0].like(r, layout, shape) for r in result)
     return arrays[0].like(result, layout, shape)
 
 
-def _cast(ufunc: np.ufunc, values: Sequence[Any], theirs: Any) -> Sequence[Any]:
-    """Return the operands in dtypes of which CuPy's ufunc computes what NumPy's computes of these."""
-    if theirs is None:
+def _aligned(
+    ufunc: np.ufunc, operands: list[Any], arrays: Sequence[DistArray], dtype: Any, out: Sequence[Any] | None
+) -> tuple[Layout, list[Any]]:  # fmt: skip
+    """Return the layout of the result, and the operands with their arrays in layouts that fit it.
+
+    Partial arrays stay partial where the ufunc of their terms gives terms of the right sum; otherwise they are summed,
+    or in explicit code refused.
+    """
+    grid = arrays[0].grid
+    if any(effective(a.layout, grid).partial for a in arrays):
+        try:
+            _check_partial(ufunc, operands, dtype, out)
+            return arrays[0].layout, operands
+        except LayoutError:
+            if is_explicit():
+                raise
+    goal = out[0].layout.with_partial(()) if out else None
+    _, layout, moved = together(arrays, ufunc.__name__, goal)
+    ready = iter(moved)
+    return layout, [next(ready) if isinstance(o, DistArray) else o for o in operands]
+
+
+def _on_blocks(
+    ufunc: np.ufunc, operands: Sequence[Any], grid: Grid, kwargs: dict[str, Any], into: tuple[Any, ...] | None = None
+) -> Any:  # fmt: skip
+    """Return the ufunc of this rank's blocks, written to the blocks `into` if they are given."""
+    values: Sequence[Any] = [o.block if isinstance(o, DistArray) else o for o in operands]
+    if grid.backend.values and not (kwargs or grid.backend.host_memory):
+        values = _cast(ufunc, values, grid.backend.xp)
+    if ufunc not in _EXACT:
+        return ufunc(*values, **kwargs, **({} if into is None else {"out": into}))
+    result = _EXACT[ufunc](*values, **kwargs)
+    if into is not None:
+        into[0][...] = result
+    return result
+
+
+def _cast(ufunc: np.ufunc, values: Sequence[Any], xp: Any) -> Sequence[Any]:
+    """Return the operands in dtypes for which CuPy's ufunc of this name computes what NumPy's computes of `values`."""
+    on_device = getattr(xp, ufunc.__name__, None)
+    if on_device is None:
         return values
-    goals = _goals(ufunc, theirs, tuple(map(_kind, values)))
+    goals = _goals(ufunc, on_device, tuple(map(_kind, values)))
     return [
         v if to is None else v != 0 if to.kind == "b" else v.astype(to, copy=False) if hasattr(v, "astype") else v
         for v, to in zip(values, goals, strict=True)
@@ -131,15 +154,15 @@ def _cast(ufunc: np.ufunc, values: Sequence[Any], theirs: Any) -> Sequence[Any]:
 
 
 def _kind(value: Any) -> Any:
-    """Return the dtype of an operand; of Python's numbers, which take on another's, their type."""
+    """Return the dtype of an operand, or the type of a Python number, which takes on the dtype of the others."""
     if hasattr(value, "dtype"):
         return value.dtype
     return np.dtype(bool) if isinstance(value, bool) else next(t for t in (int, float, complex) if isinstance(value, t))
 
 
 @cache
-def _goals(ufunc: np.ufunc, theirs: Any, kinds: tuple[Any, ...]) -> tuple[np.dtype | None, ...]:
-    """Return the dtypes that operands of these must be cast to for CuPy; None where they need not.
+def _goals(ufunc: np.ufunc, on_device: Any, kinds: tuple[Any, ...]) -> tuple[np.dtype | None, ...]:
+    """Return the dtypes to which operands of these dtypes must be cast for CuPy's ufunc; None where they need no cast.
 
     CuPy's ufuncs lack some of NumPy's loops, have others that NumPy has not (`sign` of truth values), and take the
     first one that operands can be cast to.  Where NumPy has none its error is raised.
@@ -148,7 +171,7 @@ def _goals(ufunc: np.ufunc, theirs: Any, kinds: tuple[Any, ...]) -> tuple[np.dty
         return (None,) * ufunc.nin
     want = ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout))[: ufunc.nin]
     known = [to if isinstance(kind, type) else kind for kind, to in zip(kinds, want, strict=True)]
-    loops = [[np.dtype(c) for c in t.split("->")[0]] for t in theirs.types if not set(t) & set("EV")]
+    loops = [[np.dtype(c) for c in t.split("->")[0]] for t in on_device.types if not set(t) & set("EV")]
     fits = (loop for loop in loops if all(np.can_cast(kind, to) for kind, to in zip(known, loop, strict=True)))
     if next(fits, None) == list(want):
         return (None,) * ufunc.nin
@@ -196,7 +219,7 @@ def _check_power(base: Any, exponent: Any, size: int, grid: Grid) -> None:
         return
     here = bool((exponent.block < 0).any()) if isinstance(exponent, DistArray) else exponent < 0
     if any(grid.world.share(here, others="alike")) if isinstance(exponent, DistArray) else here:
-        raise ValueError("np.power: whole numbers to negative whole powers are not whole; convert to floats first")
+        raise ValueError("np.power: integers to negative integer powers are no integers; convert to floats first")
 
 
 def operand(value: Any, name: str) -> DistArray | Scalar:
@@ -255,7 +278,7 @@ def _some(odd: Any) -> bool:
 
 
 def _floor_divide(x: Any, y: Any, **kwargs: Any) -> Any:
-    """`np.floor_divide`, but an infinite quotient is infinite, and a vanishing one zero (NumPy: NaN, and 0 or -1)."""
+    """Return `np.floor_divide`, with infinite and vanishing quotients as they are (NumPy: NaN, and 0 or -1)."""
     result = np.floor_divide(x, y, **kwargs)
     if result.dtype.kind == "f":
         infinite = (np.isinf(x) | np.isinf(y)) & ~np.isnan(x) & ~np.isnan(y)
@@ -267,7 +290,7 @@ def _floor_divide(x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def _expm1(x: Any, **kwargs: Any) -> Any:
-    """`np.expm1`, but of complex numbers with the values at the edges that the standard and C's annex G give."""
+    """Return `np.expm1`, with the values at the edges of complex numbers that the standard and C's annex G give."""
     result = np.expm1(x, **kwargs)
     if result.dtype.kind == "c":
         odd = (x.imag == 0) | ~np.isfinite(x.real) | ~np.isfinite(x.imag)
@@ -287,7 +310,7 @@ def _expm1(x: Any, **kwargs: Any) -> Any:
 
 
 def _tanh(x: Any, **kwargs: Any) -> Any:
-    """`np.tanh`, but of infinite real parts with the imaginary part's sign, as the standard has it."""
+    """Return `np.tanh`, with the imaginary part's sign for infinite real parts, as the standard has it."""
     result = np.tanh(x, **kwargs)
     if result.dtype.kind == "c":
         odd = np.isinf(x.real) & np.isfinite(x.imag)

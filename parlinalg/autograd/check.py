@@ -75,7 +75,7 @@ def check_gradients(
     values = [x.data for x in inputs]
 
     def value(at: int, shift: DistArray) -> float:
-        """The contraction with input `at` shifted."""
+        """Return the contraction with input `at` shifted."""
         moved = [v if j != at else v.like(v.block + shift.block) for j, v in enumerate(values)]
         with no_grad():
             found = function(*map(Tensor, moved)).data.redistribute(rest)
@@ -116,7 +116,7 @@ def _dot(a: DistArray, b: DistArray) -> float:
 
 
 def _cut(array: np.ndarray, like: DistArray, layout: Layout) -> DistArray:
-    """This rank's part of a global array that all ranks have, on the grid of `like`; nothing is communicated."""
+    """Return this rank's part of a global array that all ranks have, on the grid of `like`; nothing is communicated."""
     grid = like.grid
     cut = layout.with_partial(())
     part = tuple(slice(r.start, r.stop) for r in grid.block(cut, array.shape))
@@ -127,7 +127,7 @@ def _cut(array: np.ndarray, like: DistArray, layout: Layout) -> DistArray:
 def _directions(
     shape: tuple[int, ...], dtype: np.dtype[Any], number: int | None, random: np.random.Generator
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Random directions, or one along every element."""
+    """Yield random directions, or one along every element."""
     if number is not None:
         for i in range(number):
             yield f"random direction {i}", _numbers(shape, dtype, random)

@@ -73,18 +73,18 @@ class GradientAccumulator:
         return block, self.layout.with_partial(layout.partial)
 
     def own(self, block: Block) -> Block:
-        """The block, copied if a term shares it with others or it cannot be written to."""
+        """Return the block, copied if a term shares it with others or it cannot be written to."""
         shared = any(block is b and not self.mine[layout] for layout, b in self.terms.items())
         if shared or not block.flags.c_contiguous or block.base is not None:
             return block.copy(order="C")
         return block
 
     def settled(self) -> Term:
-        """The gradient in the value's layout."""
+        """Return the gradient in the value's layout."""
         return self._moved(self.goal), self.layout
 
     def summed(self) -> Term:
-        """The gradient with the value's cuts, left partial over axes that cut no dim of it."""
+        """Return the gradient with the value's cuts, left partial over axes that cut no dim of it."""
         cuts = self.goal.cut_axes
         partial: dict[str, None] = {}
         for layout in self.terms:
@@ -107,7 +107,7 @@ class GradientAccumulator:
         return total
 
     def _together(self, layouts: list[Layout]) -> tuple[Block, Layout, bool]:
-        """Terms cut alike as one, partial over all axes over which one of them is."""
+        """Return terms with the same cuts as one, partial over all axes over which one of them is."""
         first = layouts[0]
         if len(layouts) == 1:
             return self.terms[first], first, self.mine[first]
@@ -195,7 +195,7 @@ class GradientScatter:
         return True
 
     def formed(self, walk: Walk, node: Node, term: Term | None) -> Term | None:
-        """A term as a block; None if it is a parameter's whole gradient, and the reducer has formed it in its place."""
+        """Return a term as a block; None for a parameter's whole gradient that the reducer has formed in its place."""
         if term is None or not isinstance(term[0], DeferredGemm):
             return term
         owner = node.owner() if node.owner is not None else None
@@ -229,7 +229,7 @@ class GradientScatter:
 
 
 def _with(sums: GradientAccumulator, term: Term, owned: bool) -> tuple[Block, Layout, bool]:
-    """A term and those before it as one."""
+    """Return a term and those before it as one."""
     sums.add(term, owned=owned)
     if len(sums.terms) > 1:  # they differ in their layouts
         return *sums.summed(), True
@@ -238,6 +238,6 @@ def _with(sums: GradientAccumulator, term: Term, owned: bool) -> tuple[Block, La
 
 
 def most_bytes(layout: Layout, shape: tuple[int, ...], sizes: Any, itemsize: int) -> int:
-    """Bytes of the largest rank's block: the same number on all ranks."""
+    """Return the bytes of the largest rank's block: the same number on all ranks."""
     pieces = (-(-n // span_of(cut, sizes)) for n, cut in zip(shape, layout.dims, strict=True))
     return math.prod(pieces) * itemsize

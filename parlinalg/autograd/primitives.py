@@ -182,29 +182,8 @@ def differentiable(
 
         def part(name: str, x: Tensor, likes: Any, i: int) -> Part:
             special = {"y": y, "like": Frame.of(x), "likes": likes, "i": i}
-            saved: list[Any] = []
-            kept = {n: _kept(special[n] if n in special else values[n], saved) for n in needs[name]}
-            rule, like, real = rules[name], Frame.of(x), x.dtype.kind != "c"
-
-            def gradient(g: Block, *held: Block) -> Term:
-                with explicit(False):
-                    given = {n: _given(each, held) for n, each in kept.items()}
-                    array = DistArray(g, out.shape, out.layout, out.grid)
-                    d = conjugated(partial(rule, **given), array) if conjugate else rule(array, **given)
-                    return _term(d, like, real, held)
-
-            return Part(gradient, *saved)
-
-        def preparation(rule: Callable[..., DistArray]) -> Part:
-            saved: list[Any] = []
-            kept = {n: _kept(y if n == "y" else values[n], saved) for n in needs[""]}
-
-            def prepare(g: Block, *held: Any) -> Block:
-                with explicit(False):
-                    d = rule(DistArray(g, *out), **{n: _given(each, held) for n, each in kept.items()})
-                    return d.redistribute(out.layout.with_partial(())).block
-
-            return Part(prepare, *saved)
+            arguments = {n: special[n] if n in special else values[n] for n in needs[name]}
+            return _gradient_part(rules[name], arguments, x, out, conjugate)
 
         inputs: list[Tensor] = []
         parts: list[Part] = []
@@ -216,11 +195,44 @@ def differentiable(
                 if isinstance(x, Tensor):
                     inputs.append(x)
                     parts.append(part(name, x, likes, i) if x.node is not None else Part(_none))
-        wanted = shared is not None and any(x.requires_grad for x in inputs)
-        return record(label, y, inputs, parts, preparation(shared) if wanted else None)  # type: ignore[arg-type]
+        before = None
+        if shared is not None and any(x.requires_grad for x in inputs):
+            before = _shared_part(shared, {n: y if n == "y" else values[n] for n in needs[""]}, out)
+        return record(label, y, inputs, parts, before)
 
     TABLE[function] = op
     return op
+
+
+def _gradient_part(
+    rule: Callable[..., DistArray], arguments: dict[str, Any], x: Tensor, out: Frame, conjugate: bool
+) -> Part:  # fmt: skip
+    """Return the part that gives the gradient by x, by a rule and its arguments beside the gradient of the result."""
+    saved: list[Any] = []
+    kept = {name: _kept(value, saved) for name, value in arguments.items()}
+    like, real = Frame.of(x), x.dtype.kind != "c"
+
+    def gradient(g: Block, *held: Block) -> Term:
+        with explicit(False):
+            given = {name: _given(each, held) for name, each in kept.items()}
+            array = DistArray(g, *out)
+            d = conjugated(partial(rule, **given), array) if conjugate else rule(array, **given)
+            return _term(d, like, real, held)
+
+    return Part(gradient, *saved)
+
+
+def _shared_part(rule: Callable[..., DistArray], arguments: dict[str, Any], out: Frame) -> Part:
+    """Return the part that runs before the others, by a rule and its arguments beside the gradient of the result."""
+    saved: list[Any] = []
+    kept = {name: _kept(value, saved) for name, value in arguments.items()}
+
+    def prepare(g: Block, *held: Any) -> Block:
+        with explicit(False):
+            d = rule(DistArray(g, *out), **{name: _given(each, held) for name, each in kept.items()})
+            return d.redistribute(out.layout.with_partial(())).block
+
+    return Part(prepare, *saved)
 
 
 def _signature(function: Function) -> inspect.Signature:

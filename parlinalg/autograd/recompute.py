@@ -21,7 +21,7 @@ Block = Any
 
 
 def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    """`function(*inputs, **named)`, of which only the inputs are kept: the backward pass calls the function again.
+    """Return `function(*inputs, **named)`, but keep only its inputs: the backward pass calls the function again.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def _recomputed(
     function: Callable[[Sequence[Block]], Any], arrays: Sequence[Block], results: Sequence[Tensor],
     sources: Sequence[Node],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The results on the tape.  The first has the sources; the others lead to it, and leave their gradients for it."""
+    """Return the results on the tape: the first has the sources, and the others leave their gradients for it."""
     frames = [(r.shape, r.layout) for r in results]
     left: dict[int, Block] = {}
 
@@ -127,8 +127,8 @@ def _recomputed(
             ys = _tensors(function(arrays))
             if (got := [(y.shape, y.layout) for y in ys]) != frames:
                 raise LayoutError(
-                    f"recompute: the function gave {_told(frames)}, and when called again in the backward pass "
-                    f"{_told(got)}; it must give the same"
+                    f"recompute: the function gave {_listed(frames)}, and when called again in the backward pass "
+                    f"{_listed(got)}; it must give the same"
                 )
             root = ys[0].node
             if left:
@@ -152,11 +152,11 @@ def _recomputed(
 
 
 def _given(block: Block, layout: Layout) -> Part:
-    """A gradient that others may have a share in: a view of it, which nobody adds to."""
+    """Return a gradient that others may have a share in: a view of it, which nobody adds to."""
     return Part(lambda _, block: (block[...], layout), block)
 
 
-def _told(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
+def _listed(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
     return ", ".join(f"shape {shape} in {layout!r}" for shape, layout in frames)
 
 
@@ -211,7 +211,7 @@ class Inner(Walk):
             self.outer.count(self.waiting.pop(node.age))
 
     def finish(self) -> None:
-        """Parameters that were not reached take nothing; terms on their way and reducers are the outer walk's."""
+        """Do nothing: unreached parameters take nothing; terms on their way and reducers are the outer walk's."""
         for node in self.waiting.values():
             if node.age not in self.edges:
                 self.outer.count(node)

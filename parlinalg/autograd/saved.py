@@ -83,7 +83,7 @@ def arrays(holders: Iterable[Node | Walk]) -> dict[int, Any]:
 
 
 def _memories(values: Iterable[Any]) -> dict[int, Any]:
-    """The arrays among values, by identity; of a view the array whose memory it keeps."""
+    """Return the arrays among values, by identity; of a view the array whose memory it keeps."""
     held = (memory(value) for value in values if is_array(value) and value.ndim)
     return {id(a): a for a in held}
 

@@ -137,11 +137,11 @@ class Node:
             yield from _saved(rule)
 
     def accumulator(self) -> GradientAccumulator:
-        """An empty sum for this value's gradient."""
+        """Return an empty sum for this value's gradient."""
         return GradientAccumulator(self.shape, self.layout, self.dtype, self.grid)
 
     def array(self, term: Term) -> DistArray:
-        """A term of this value's gradient as an array."""
+        """Return a term of this value's gradient as an array."""
         return DistArray(term[0], self.shape, term[1], self.grid)
 
     @property
@@ -234,7 +234,7 @@ def note(inputs: Iterable[Node | None]) -> None:
 
 
 def reachable(root: Node, since: int = -1) -> list[Node]:
-    """The root and all it was made from, the youngest first: no node comes before one made from it.
+    """Return the root and all it was made from, the youngest first: no node comes before one made from it.
 
     Inputs of values with age ≤ `since` are not visited.
     """
@@ -284,7 +284,7 @@ class Walk:
         self.arrive(root, term)
 
     def _reducers(self) -> list[Reducer]:
-        """The reducers of the parameters reached, once each, the oldest parameter's first."""
+        """Return the reducers of the parameters reached, once each, the oldest parameter's first."""
         found: dict[int, Reducer] = {}
         for node in reversed(self.nodes):
             owner = node.owner() if node.owner is not None else None
@@ -346,11 +346,11 @@ class Walk:
             node.parts = node.prepare = node.recompute = None
 
     def send(self, source: Node, part: Part, shared: Any, grad: Block) -> None:
-        """A term of a source's gradient, by its part of the rule."""
+        """Send on a term of a source's gradient, by its part of the rule."""
         self.arrive(source, part(shared), shared, grad)
 
     def run_parameters(self) -> None:
-        """The gradients of the parameters, after a `run()` that left them for later."""
+        """Compute the gradients of the parameters, after a `run()` that left them for later."""
         self.deferred.reverse()
         self.later = False
         token = _walking.set(self)
@@ -404,7 +404,7 @@ class Walk:
             self.count(node)
 
     def landed(self, node: Node, term: Term) -> None:
-        """A term of a parameter's gradient has come to the layout in which the parameter rests."""
+        """Take a term of a parameter's gradient that has come to the layout in which the parameter rests."""
         self.sum_of(node).add(term, owned=True)
         self.count(node)
 
@@ -415,22 +415,22 @@ class Walk:
         return self.arrived[node.age]
 
     def count(self, node: Node) -> None:
-        """One term less for which a parameter waits."""
+        """Count one term less for which a parameter waits."""
         self.edges[node.age] -= 1
         if not self.edges[node.age]:
             self.all_arrived(node)
 
     def completing(self, node: Node) -> Walk | None:
-        """The walk that a parameter's gradient leaves, if the next term is all of it."""
+        """Return the walk that a parameter's gradient leaves, if the next term is all of it."""
         return self if self.edges[node.age] == 1 and node.age not in self.arrived else None
 
     def all_arrived(self, node: Node) -> None:
-        """The last term of a parameter's gradient is here."""
+        """Note that the last term of a parameter's gradient is here."""
         if (got := self.arrived.pop(node.age, None)) is not None:
             self.complete(node, got)
 
     def complete(self, node: Node, got: GradientAccumulator) -> None:
-        """The gradient of a parameter: to the reducer with it."""
+        """Give the complete gradient of a parameter to the reducer."""
         owner = node.owner() if node.owner is not None else None
         if owner is not None and owner.reducer is not None:
             owner.reducer.ready(owner, *got.summed(), sync=self.sync)
@@ -463,7 +463,7 @@ def _packed(part: Part) -> Iterator[PackedArray]:
 
 
 def _arrays(value: Any) -> Iterator[Block]:
-    """The arrays in what `prepare` gave: one, or a tuple or list of them."""
+    """Yield the arrays in what `prepare` gave: one, or a tuple or list of them."""
     if isinstance(value, tuple | list):
         for each in value:
             yield from _arrays(each)

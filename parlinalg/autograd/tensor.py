@@ -168,47 +168,47 @@ class Tensor:
         start_walk(self, grad, retain=retain).run()
 
     def detach(self) -> Tensor:
-        """The same value as a constant."""
+        """Return the same value as a constant."""
         return Tensor(self._data)
 
     # ------------------------------------------------------------------ values
     def item(self) -> Any:
-        """The single element of a tensor of size 1, as a Python scalar, on every rank.  Collective unless whole."""
+        """Return the element of a tensor of size 1, as a Python scalar, on every rank.  Collective unless whole."""
         return self._data.item()
 
     def gather(self, root: int | None = None) -> Any:
-        """The global value as a NumPy array on every rank, or on rank `root` alone.  Collective."""
+        """Return the global value as a NumPy array on every rank, or on rank `root` alone.  Collective."""
         return self._data.gather(root)
 
     # ------------------------------------------------------------------ operations
     def redistribute(self, layout: Layout) -> Tensor:
-        """The same value in another layout.  Collective."""
+        """Return the same value in another layout.  Collective."""
         from parlinalg.autograd.ops.shapes import redistribute
 
         return redistribute(self, layout)
 
     def astype(self, dtype: Any, *, copy: bool = True) -> Tensor:
-        """The same value in another floating dtype."""
+        """Return the same value in another floating dtype."""
         from parlinalg.autograd.ops.shapes import astype
 
         return astype(self, dtype)
 
     def summed(self) -> Tensor:
-        """The same value with nothing left to sum.  Collective."""
+        """Return the same value with nothing left to sum.  Collective."""
         return self.redistribute(self.layout.with_partial(()))
 
     def copy(self) -> Tensor:
-        """The same value: tensors are not written to."""
+        """Return the same value: tensors are not written to."""
         return self
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape, where blocks stay blocks."""
+        """Return the same elements in another shape, where blocks stay blocks."""
         from parlinalg.autograd.ops.shapes import reshape
 
         return reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
 
     def transpose(self, *order: Any) -> Tensor:
-        """Dims permuted, by default reversed; a view."""
+        """Return a view with permuted dims, by default reversed."""
         from parlinalg.autograd.ops.shapes import transpose
 
         return transpose(self, order[0] if len(order) == 1 and not isinstance(order[0], int) else order or None)
@@ -231,14 +231,14 @@ class Tensor:
     def sum(
         self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False, *, partial: bool = False
     ) -> Tensor:
-        """The sum over dims; over cut ones complete, or with `partial` left partial."""
+        """Return the sum over dims; over cut ones complete, or with `partial` left partial."""
         from parlinalg.autograd.ops.reductions import sum
 
         refuse_out(out)
         return sum(self if dtype is None else self.astype(dtype), axis, keepdims, partial=partial)
 
     def mean(self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False) -> Tensor:
-        """The mean over dims."""
+        """Return the mean over dims."""
         from parlinalg.autograd.ops.reductions import mean
 
         refuse_out(out)
@@ -272,7 +272,7 @@ class Tensor:
     __array_namespace__: Any = DistArray.__array_namespace__
 
     def conj(self) -> Tensor:
-        """The conjugate of every element."""
+        """Return the conjugate of every element."""
         return self if self.dtype.kind != "c" else _NUMPY.conjugate(self)
 
     @property
@@ -433,7 +433,10 @@ def refuse_out(out: Any) -> None:
 def start_walk(
     root: Tensor, grad: Tensor | DistArray | None = None, *, retain: bool = False, later: bool = False
 ) -> Walk:
-    """The backward pass from `root`, ready to run; with `later`, the parameters' part runs apart (see `Walk`)."""
+    """Return the backward pass from `root`, ready to run.
+
+    With `later` the parameters' part runs apart (see `Walk`).
+    """
     node = root.node
     if node is None:
         raise RuntimeError(
@@ -535,7 +538,7 @@ def record_again(op: str, data: DistArray, sources: Sequence[Node], again: Part)
 
 
 def _at_rest(inputs: Sequence[Tensor]) -> Iterator[Block]:
-    """The blocks of the inputs that are parameters, or transposed views of them."""
+    """Yield the blocks of the inputs that are parameters, or transposed views of them."""
     from parlinalg.autograd.parameter import Parameter
 
     for x in inputs:
@@ -599,7 +602,7 @@ def matmul(a: Any, b: Any, plan: Plan | None = None, **options: Any) -> Any:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """The value as a tensor; a DistArray is a constant."""
+    """Return the value as a tensor; a DistArray is a constant."""
     if isinstance(value, Tensor):
         return value
     return Tensor(value)

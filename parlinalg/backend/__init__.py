@@ -94,9 +94,6 @@ class Backend(Protocol):
     def copy_from_host(self, array: np.ndarray, out: Array) -> None:
         """Copy a C-contiguous host array into a block of as many elements of the same dtype; complete on return."""
 
-    def memory_used(self) -> int:
-        """Return the bytes in use: by this process's resident pages for host blocks, by live blocks on a GPU."""
-
     def memory_total(self) -> int:
         """Return the bytes that blocks may take at most: the memory of the host or its container, or of the GPU."""
 

@@ -79,7 +79,7 @@ def elementwise(loop: Loop, shape: tuple[int, ...], *blocks: Block) -> Block:
 
 
 def exp(x: Any) -> Any:
-    """exp(x), of the dtype of x: only within loops."""
+    """Return exp(x) in the dtype of x: only within loops."""
     raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ def available() -> bool:
 
 
 def about() -> str:
-    """Return what computes kernels on CPUs, for people to read."""
+    """Return a description of the compiler of kernels on CPUs, for people to read."""
     if not available():
         return "NumPy's operations in tiles"
     from importlib.metadata import version

@@ -73,9 +73,6 @@ class CupyBackend:
             out[...] = cupy.asarray(host)
         self.synchronize()
 
-    def memory_used(self) -> int:
-        return int(cupy.get_default_memory_pool().used_bytes())
-
     def memory_total(self) -> int:
         with cupy.cuda.Device(self.id):
             return int(cupy.cuda.runtime.memGetInfo()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -55,17 +54,6 @@ class NumpyBackend:
 
     def copy_from_host(self, array: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out, array.reshape(out.shape), casting="no")
-
-    def memory_used(self) -> int:
-        try:
-            with open("/proc/self/statm") as file:
-                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:  # not Linux: the peak is the nearest thing the standard library knows
-            import resource
-            import sys
-
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
 
     def memory_total(self) -> int:
         return host_memory()

@@ -1,4 +1,7 @@
-"""Factorizations of one block without values: what `parlinalg.backend.cusolver` is for blocks on a GPU."""
+"""Factorizations of blocks without values (`parlinalg.backend.shapes`).
+
+The functions are those of `parlinalg.backend.cusolver` for blocks on a GPU; the class is NumPy's `linalg`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+
+from parlinalg.backend.shapes import ShapeArray, ShapesBackend, lack_values, values_needed
 
 Block = Any
 
@@ -151,3 +156,106 @@ def secular_roots(d: Block, count: int) -> Block:
     """Return an array for so many roots of a secular equation, with the nearest pole of each and how far it is."""
     d.device.kernel("laed4", count * d.nbytes, count * d.size, d.dtype)
     return d.device.empty((count, 3), d.dtype)
+
+
+class Factorizations:
+    """NumPy's `linalg`, by shapes."""
+
+    _numpy: Any = np.linalg
+
+    def __init__(self, device: ShapesBackend) -> None:
+        self._device = device
+
+    def _factored(
+        self, name: str, a: Any, *shapes: tuple[int, ...], real: tuple[int, ...] | None = None, dtype: Any = None
+    ) -> Any:
+        """Return arrays of these shapes for what a function makes of matrices, and a real one if that is given."""
+        self._device.assume("finite", f"whether linalg.{name} of a matrix succeeds")
+        self._device.kernel(f"linalg.{name}", 2 * a.nbytes, a.size * min(a.shape[-2:]), a.dtype)
+        found = [ShapeArray(self._device, shape, a.dtype if dtype is None else dtype) for shape in shapes]
+        if real is not None:
+            found.append(ShapeArray(self._device, real, a.real.dtype))
+        return found
+
+    def eigh(self, a: Any, UPLO: str = "L") -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eigh(a, UPLO)
+        z, w = self._factored("eigh", a, a.shape, real=a.shape[:-1])
+        return w, z
+
+    def eigvalsh(self, a: Any, UPLO: str = "L") -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eigvalsh(a, UPLO)
+        return self._factored("eigvalsh", a, real=a.shape[:-1])[0]
+
+    def svd(self, a: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.svd(a, full_matrices, compute_uv)
+        *lead, m, n = a.shape
+        k = min(m, n)
+        if not compute_uv:
+            return self._factored("svd", a, real=(*lead, k))[0]
+        left, right = (m, n) if full_matrices else (k, k)
+        u, vh, s = self._factored("svd", a, (*lead, m, left), (*lead, right, n), real=(*lead, k))
+        return u, s, vh
+
+    def qr(self, a: Any, mode: str = "reduced") -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.qr(a, mode)
+        *lead, m, n = a.shape
+        k = m if mode == "complete" else min(m, n)
+        return tuple(self._factored("qr", a, (*lead, m, k), (*lead, k, n)))
+
+    def eig(self, a: Any) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eig(a)
+        return tuple(self._factored("eig", a, a.shape[:-1], a.shape, dtype=np.result_type(a.dtype, np.complex64)))
+
+    def eigvals(self, a: Any) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eigvals(a)
+        return self._factored("eigvals", a, a.shape[:-1], dtype=np.result_type(a.dtype, np.complex64))[0]
+
+    def cholesky(self, a: Any) -> Any:
+        return self._factored("cholesky", a, a.shape)[0] if isinstance(a, ShapeArray) else self._numpy.cholesky(a)
+
+    def inv(self, a: Any) -> Any:
+        return self._factored("inv", a, a.shape)[0] if isinstance(a, ShapeArray) else self._numpy.inv(a)
+
+    def det(self, a: Any) -> Any:
+        return self._factored("det", a, a.shape[:-2])[0] if isinstance(a, ShapeArray) else self._numpy.det(a)
+
+    def slogdet(self, a: Any) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.slogdet(a)
+        return tuple(self._factored("slogdet", a, a.shape[:-2], real=a.shape[:-2]))
+
+    def solve(self, a: Any, b: Any) -> Any:
+        if not lack_values((a, b)):
+            return self._numpy.solve(a, b)
+        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return self._factored("solve", a, (*lead, *b.shape[-2:]), dtype=np.result_type(a.dtype, b.dtype))[0]
+
+    def lstsq(self, a: Any, b: Any, rcond: Any = None) -> Any:
+        if not lack_values((a, b)):
+            return self._numpy.lstsq(a, b, rcond)
+        (m, n), k = a.shape, min(a.shape)
+        full = self._device.assume("conditioned", "the rank of a matrix")
+        x, s = self._factored("lstsq", a, (n, *b.shape[1:]), real=(k,))
+        residuals = ShapeArray(self._device, b.shape[1:] if full and m > n else (0,), s.dtype)
+        return x, residuals, k if full else max(0, k - 1), s
+
+    def norm(self, a: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.norm(a, ord, axis, keepdims)
+        return self._device.xp._reduce("norm", a, axis, a.real.dtype, None, keepdims)
+
+    def __getattr__(self, name: str) -> Any:
+        theirs = getattr(np.linalg, name)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if lack_values((*args, *kwargs.values())):
+                raise values_needed(f"linalg.{name} of an array")
+            return theirs(*args, **kwargs)
+
+        return refuse if callable(theirs) and not isinstance(theirs, type) else theirs

@@ -142,7 +142,7 @@ class _AllReduce(TwoPhase):
         return comm._all_gather(self._own, self._buffer, self._counts, False)
 
 
-_COMMON_SLICE = 1 << 15  # elements of common memory added at a time, so that the sums stay in cache
+_COMMON_SLICE = 1 << 15  # elements of shared memory added at a time, so that the sums stay in cache
 
 
 class SumInPlace(TwoPhase):

@@ -153,7 +153,7 @@ class Comm(ABC):
         """The same on all members, different from other communicators; for the monitor."""
         self._parcels: dict[int, list[Block]] = {}
         self.shared: Common | None = None
-        """The memory the members have in common, once they have some (`parlinalg.comm.shared`)."""
+        """The memory that the members share, once they have some (`parlinalg.comm.shared`)."""
         self.terms: list[weakref.ref[Any]] = []
         """Arrays in such memory that sums are taken of where they lie."""
         here = nodes[rank]
@@ -393,7 +393,7 @@ class Comm(ABC):
     # ------------------------------------------------------------------------------------------------ checks
 
     def count(self, op: str, words: int, itemsize: int) -> None:
-        """Enter a call that was made through common memory in the ledger: `words` as those of the operation `op`."""
+        """Enter a call that was made through shared memory in the ledger: `words` as those of the operation `op`."""
         if self.books:
             self._note(op, words, itemsize)
 

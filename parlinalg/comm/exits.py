@@ -82,7 +82,7 @@ class Exits:
         atexit.register(self._at_exit)
 
     def _leave(self, status: Any = None, /) -> NoReturn:
-        """`sys.exit`, which remembers who called it with what."""
+        """Call `sys.exit`, and remember who called it with what."""
         self._asked = status, user_line(sys._getframe(1))
         if not self._reads_codes:
             self._ends(status)
@@ -102,7 +102,7 @@ class Exits:
                 self._how += f" at {user_line(trace.tb_frame)}"
 
     def _leave_now(self, status: int) -> NoReturn:
-        """`os._exit`, by which a rank passes every other hook, and the launcher ends the rest without a word."""
+        """Call `os._exit`, by which a rank passes every other hook, and the launcher ends the rest without a word."""
         if os.getpid() == self.pid and not MPI.Is_finalized():
             me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
             slot.left = f"os._exit({status}) at {user_line(sys._getframe(1))}"

@@ -67,7 +67,7 @@ class Representatives:
         self._left: set[int] = set()
 
     def leave(self, rank: int) -> None:
-        """Note that a representative's program has ended: who waits for it in vain is told."""
+        """Note that a representative's program has ended; ranks that still wait for it get an error."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
@@ -77,8 +77,8 @@ class Representatives:
         wanted = list(dict.fromkeys(self.stands[m] for m in members))
         if absent := [m for m in wanted if m not in members]:
             raise CommError(
-                f"what ranks {members[:8]} share differs by rank, but of those that stand for them {absent[:8]} are "
-                "not among them; let other ranks stand for them"
+                f"ranks {members[:8]} exchange values that differ by rank, but the imagined ranks {absent[:8]}, which "
+                "stand for some of them, do not take part; let ranks that do stand for them"
             )
         with self._changed:
             told = self._told.setdefault(key, {})
@@ -296,7 +296,7 @@ class ImaginedComm(Comm):
                 return rank
         raise CommError(
             f"rank {stand} receives values from rank {ranks[source]}, for which it stands itself, and no rank behind "
-            f"that one is imagined; give rank {ranks[source]} another class"
+            f"that one is imagined; let another rank stand for rank {ranks[source]}"
         )
 
     def _barrier(self) -> None:
@@ -338,6 +338,6 @@ def _alike(send: Block, recv: Block) -> None:
 
 
 def _parsed(payloads: Sequence[str]) -> list[Any]:
-    """Return what payloads hold; thousands of ranks that share the same value share one object."""
+    """Return the contents of payloads; thousands of ranks that share the same value share one object."""
     values = {payload: json.loads(payload) for payload in dict.fromkeys(payloads)}
     return [values[payload] for payload in payloads]

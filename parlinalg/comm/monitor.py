@@ -55,7 +55,7 @@ exit_now = os._exit
 
 
 def time_limit() -> float:
-    """Seconds that a wait may take (PARLINALG_TIMEOUT); infinite if that is 0."""
+    """Return the seconds that a wait may take (PARLINALG_TIMEOUT); infinite if that is 0."""
     text = os.environ.get("PARLINALG_TIMEOUT") or "1800"
     try:
         seconds = float(text)
@@ -297,7 +297,7 @@ def _abort(code: int, grace: float) -> NoReturn:
 
 
 def warn_without_threads() -> None:
-    """MPI was started without thread support: say once what will be missing."""
+    """Warn once if MPI was started without thread support, and say what will be missing."""
     if MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             "MPI was started without MPI_THREAD_MULTIPLE, so no monitor can end this run if it hangs; "

@@ -202,7 +202,7 @@ def _even(counts: Sequence[int]) -> bool:
 
 
 def over(comm: Comm) -> Comm:
-    """NCCL over the ranks of `comm`, whose GPUs are known to fit; a communicator of one rank as it is."""
+    """Return a communicator of NCCL over the ranks of `comm`, whose GPUs are known to fit; one of one rank as it is."""
     return comm if isinstance(comm, SingleComm) or comm.size == 1 else NcclComm(comm)
 
 

@@ -1,7 +1,7 @@
-"""Memory that all ranks of a communicator have in common, where they are on one node.
+"""Shared memory of the ranks of a communicator, where they are on one node.
 
 What a rank writes there the others read in place: a gathered block is written once, not once a rank, and the terms of a
-sum are added where they lie.  What is in common for a moment is kept with the communicator and used again, because new
+sum are added where they lie.  What is shared for a moment is kept with the communicator and used again, because new
 pages cost as much as copies; what stays belongs to who asked for it.  It is an unlinked file in memory whose pages are
 reserved before use, so that too little of it (containers often allow 64 MB) means None here and not a signal later.
 """
@@ -33,7 +33,7 @@ ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 @dataclass
 class Common:
-    """The common memory of one communicator."""
+    """The shared memory of one communicator."""
 
     memory: mmap.mmap | ImaginedMemory | None = None
     refused: float = math.inf
@@ -46,7 +46,7 @@ class Common:
 
 
 class ImaginedMemory:
-    """So many bytes that imagined ranks have in common, of which this rank counts its part as its own."""
+    """So many bytes that imagined ranks share, of which this rank counts its part as its own."""
 
     def __init__(self, comm: ImaginedComm, size: int) -> None:
         self.size, self.device = size, comm.device
@@ -57,7 +57,7 @@ class ImaginedMemory:
 
 
 def _array(memory: mmap.mmap | ImaginedMemory, dtype: Any, n: int, start: int = 0) -> Any:
-    """Return n elements of common memory, which begin at byte number `start`."""
+    """Return n elements of shared memory, which begin at byte number `start`."""
     if isinstance(memory, ImaginedMemory):
         return ShapeArray(memory.device, n, dtype, counted=False)
     return np.frombuffer(memory, dtype, n, start)
@@ -92,7 +92,7 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
 
 
 def meet(comm: Comm) -> None:
-    """Return when all ranks of a communicator that has common memory have called it.
+    """Return when all ranks of a communicator that has shared memory have called it.
 
     Where ranks outnumber cores, by counters in that memory: a rank that waits looks at them and yields its core, while
     the rounds of messages of MPI's barrier need a turn each.
@@ -108,14 +108,14 @@ def meet(comm: Comm) -> None:
 
 
 class Meeting:
-    """Barriers of ranks that outnumber their cores, by counters in common memory; by MPI where there is none.
+    """Barriers of ranks that outnumber their cores, by counters in shared memory; by MPI where there is none.
 
     A rank that waits looks at the counters and yields its core, while MPI's rounds of messages need a turn each.
 
     Parameters
     ----------
     counters : array of int64, at least ``SPREAD * comm.size``, or None
-        Common memory of the ranks, with any values.  Collective: all wait for each other.
+        Shared memory of the ranks, with any values.  Collective: all wait for each other.
     """
 
     SPREAD = 8
@@ -150,14 +150,14 @@ class Steps:
     Parameters
     ----------
     comm : Comm
-        Ranks that have common memory in use, on a machine that is `ORDERED`.
+        Ranks that have shared memory in use, on a machine that is `ORDERED`.
     last : int
         The number of steps of the task, the same on all ranks, which all of them make.
     """
 
     def __init__(self, comm: Comm, last: int) -> None:
         held = comm.shared
-        assert held is not None, "there is common memory"
+        assert held is not None, "there is shared memory"
         assert isinstance(held.memory, mmap.mmap), "its ranks are not imagined"
         self.comm, self._base = comm, held.turn
         held.turn += last
@@ -180,12 +180,12 @@ class Passing:
     """Blocks that ranks of a communicator write one after the other, each for all, in places that are used in turn.
 
     A rank waits for the one that writes, and that one for those who may still read what was in its place: in no case
-    do all wait for all.  Counters in common memory tell how far each rank is; without them all meet at every block.
+    do all wait for all.  Counters in shared memory tell how far each rank is; without them all meet at every block.
 
     Parameters
     ----------
     counters : array of int64, at least ``Meeting.SPREAD * comm.size``
-        Common memory of the ranks, with any values.  Collective: all wait for each other.
+        Shared memory of the ranks, with any values.  Collective: all wait for each other.
     places : int
         The number of places, 3 or more: the third block after one may be written once it has been read by all.
     seldom : bool
@@ -269,7 +269,7 @@ def _possible(comm: Comm) -> bool:
 
 
 def _held(comm: Comm) -> Common | None:
-    """Return the communicator's common memory."""
+    """Return the communicator's shared memory."""
     if not _possible(comm):
         return None
     if comm.shared is None:
@@ -278,9 +278,9 @@ def _held(comm: Comm) -> Common | None:
 
 
 def _crowded(comm: Comm) -> bool:
-    """Return True if on all ranks of a communicator with common memory ranks outnumber cores; they are asked once."""
+    """Return True if on all ranks of a communicator with shared memory ranks outnumber cores; they are asked once."""
     held = comm.shared
-    assert held is not None, "there are counters, so there is common memory"
+    assert held is not None, "there are counters, so there is shared memory"
     if held.crowded is None:
         held.crowded = all(comm.share(comm.crowded, others="alike"))
     return held.crowded

@@ -20,7 +20,7 @@ class SingleComm(Comm):
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         if tuple(ranks) != (0,):
-            raise CommError(f"a communicator of the ranks {tuple(ranks)} was asked of one that has rank 0 alone")
+            raise CommError(f"there is no communicator of the ranks {tuple(ranks)}: this program has one rank, 0")
         return SingleComm(axes, self.world_ranks[0], self.nodes[0], self.books)
 
     def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:

@@ -95,7 +95,7 @@ def _unlink_own() -> None:
 
 
 def problem_of_room(ranks: int) -> str:
-    """Return what to do if MPICH has too little shared memory for so many ranks on this node; else an empty text."""
+    """Return advice if MPICH has too little shared memory for so many ranks on this node; else an empty text."""
     try:
         room = os.statvfs(FOLDER)
     except OSError:
@@ -147,7 +147,7 @@ def clean(files: Iterable[Path]) -> None:
 
 
 def report_left(files: list[Path]) -> str:
-    """Return how much dead runs left, and what removes it."""
+    """Return the memory that dead runs left and the command that removes it, as text."""
     which = f"{len(files)} file{'s' * (len(files) > 1)}"
     return f"dead runs left {which} there, {format_bytes(bytes_held(files))}; parlinalg doctor --clean removes them"
 
@@ -244,9 +244,9 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
     return Launched("mpiexec", ranks, -1) if any(name in env for name in SIZES) else Launched("one")
 
 
-def launch_problem(size: int, rank: int, environ: Mapping[str, str] | None = None) -> str:
-    """Return where the launcher disagrees with MPI, which says that this is `rank` of `size`; else ""."""
-    found = launched(environ)
+def launch_problem(size: int, rank: int) -> str:
+    """Return the contradiction between the launcher and MPI, for which this is `rank` of `size`, as text, or ""."""
+    found = launched()
     if found.by != "srun":
         return ""
     if size == 1 and found.ranks > 1:
@@ -303,7 +303,7 @@ def ranks_map(comm: Comm) -> list[dict[str, Any]]:
 
 
 def about_mpi() -> dict[str, str]:
-    """Facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
+    """Return facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
     from importlib.metadata import PackageNotFoundError, version  # takes long, and few programs ask
 
     try:

@@ -145,7 +145,7 @@ def library_site(frame: FrameType) -> str:
 
 
 def main_line() -> str:
-    """`file:line` where the main thread is in the user's program."""
+    """Return `file:line` where the main thread is in the user's program."""
     ident = threading.main_thread().ident
     return user_line(sys._current_frames().get(ident) if ident is not None else None)
 
@@ -193,12 +193,12 @@ Report = Mapping[str, Any]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 2`."""
+    """Return ranks for a message: `rank 1`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def wait_text(reported: Report) -> str:
-    """`all_reduce over ('r',) at train.py:12`."""
+    """Return a wait for a message: `all_reduce over ('r',) at train.py:12`."""
     return f"{reported['op']} over {tuple(reported['axes'])} at {reported['line']}{_at(reported)}"
 
 

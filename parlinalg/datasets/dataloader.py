@@ -36,11 +36,11 @@ class Dataset(Protocol):
     """
 
     def __len__(self) -> int:
-        """The number of samples, the same on every rank."""
+        """Return the number of batches of an epoch."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """Sample number `index`, from 0 on."""
+        """Return sample number `index`, from 0 on."""
         ...
 
 
@@ -188,11 +188,11 @@ class DataLoader:
         self.collate_fn = collate if collate_fn is None else collate_fn
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         return batches_in(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> NoReturn:
-        """Refused: which rows are to be read is known once the loader is placed."""
+        """Raise: which rows are to be read is known once the loader is placed."""
         unplaced(self)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[np.ndarray]:
@@ -276,7 +276,7 @@ class Sharded:
         return len(self.loader)
 
     def __iter__(self) -> NoReturn:
-        """Refused: where the rows go is known once the loader is placed."""
+        """Raise: where the rows go is known once the loader is placed."""
         unplaced(self)
 
     def placed(self, place: Placement) -> ShardedRows:
@@ -295,7 +295,7 @@ class Rows(ABC):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the first epoch.  Collective."""
+        """Return an iterator over the batches of the first epoch.  Collective."""
         for (batch,) in self.epoch(0):
             yield batch
 
@@ -465,7 +465,7 @@ class OwnRows(Rows):
         return self._early.pop(number) if number in self._early else self.loader.dataset[number]
 
     def _collated(self, items: list[Any]) -> Any:
-        """Samples as a pair of arrays, or trees of them."""
+        """Return samples as a pair of arrays, or trees of them."""
         found = self.loader.collate_fn(items)
         if not (isinstance(found, tuple | list) and len(found) == 2):
             given = "a sample" if self.loader.collate_fn is collate else "what collate_fn gives"
@@ -552,7 +552,7 @@ class ShardedRows(Rows):
                 if n != len(piece(part.rows, self.ranks, d)):
                     raise EngineError(
                         f"data rank {d} gives {n} rows of a batch of {part.rows} over {self.ranks} ranks: rows are to "
-                        f"be shared out evenly over {axes}, the first ranks one more where they do not divide; give "
+                        f"be distributed evenly over {axes}, the first ranks one more where they do not divide; give "
                         f"{[len(piece(part.rows, self.ranks, i)) for i in range(self.ranks)]}"
                     )
             found.append(part)

@@ -61,7 +61,7 @@ class Batch:
         return int(next(leaves(self.x)).shape[0])
 
     def __iter__(self) -> Iterator[Any]:
-        """`x, y = batch`."""
+        """Return an iterator over the parts: `x, y = batch`."""
         return iter((self.x, self.y))
 
 
@@ -93,7 +93,7 @@ class Sampler:
         self.length, self.shuffle, self.seed = int(length), bool(shuffle), check_seed(seed)
 
     def __len__(self) -> int:
-        """Samples an epoch."""
+        """Return the number of samples of an epoch."""
         return self.length
 
     def order(self, epoch: int) -> np.ndarray:
@@ -151,7 +151,7 @@ class Loader:
         self.sampler = Sampler(len(x), shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         return (len(self.x) + self.batch_size - 1) // self.batch_size
 
     def order(self, epoch: int) -> np.ndarray:
@@ -170,7 +170,7 @@ class Loader:
             yield [self.batch(rows[c.start : c.stop], c.start) for c in cuts if c]
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the first epoch."""
+        """Return an iterator over the batches of the first epoch."""
         for (batch,) in self.epoch(0):
             yield batch
 

@@ -124,7 +124,7 @@ def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Samples:
 
 
 def _samples(file: Path, name: str, array: np.ndarray) -> np.ndarray:
-    """x as [samples, features], checked."""
+    """Return x as [samples, features], once it is checked."""
     if array.ndim < 2 or len(array) == 0 or array.size == 0:
         raise ConfigError(
             f"{file}: {name} has shape {array.shape}; it must be [samples, features], at least one of each"
@@ -145,7 +145,7 @@ def _samples(file: Path, name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _labels(file: Path, name: str, array: np.ndarray, samples: int) -> np.ndarray:
-    """y as [samples] of int64, checked; whole numbers stored as floats are taken."""
+    """Return y as [samples] of int64, once it is checked; whole numbers stored as floats are taken."""
     if array.ndim != 1:
         raise ConfigError(f"{file}: {name} has shape {array.shape}; it must be [samples], one class number a sample")
     if len(array) != samples:
@@ -185,7 +185,7 @@ def _classes(*labels: Any) -> int:
 
 
 def _imported_digits() -> tuple[Any, Any]:
-    """Images and labels as scikit-learn gives them."""
+    """Return images and labels as scikit-learn gives them."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -70,7 +70,7 @@ class Passages:
             yield batch
 
     def __len__(self) -> int:
-        """Batches."""
+        """Return the number of batches."""
         return len(range(0, len(self.tokens) - 1, self.length * self.batch_size))
 
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
@@ -139,7 +139,7 @@ class Windows(Passages):
         self.seed = check_seed(seed)
 
     def __len__(self) -> int:
-        """Steps that read as many tokens as the text has: what counts as an epoch."""
+        """Return the number of steps that read as many tokens as the text has: what counts as an epoch."""
         return max(1, len(self.tokens) // (self.batch_size * self.length))
 
     def starts(self, step: int) -> np.ndarray:

@@ -49,7 +49,7 @@ class Span:
 
 
 def spans(layout: Layout, shape: Shape) -> tuple[Span, ...]:
-    """Return how a layout cuts the dims of an array of this shape."""
+    """Return the cuts of the dims of an array of this shape by a layout."""
     return tuple(Span(n, cut) for n, cut in zip(shape, layout.dims, strict=True))
 
 
@@ -231,7 +231,7 @@ class Plan:
     sizes: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        """One line a step; of the words those of the rank that receives the most."""
+        """Return one line for each step; its words are those of the rank that receives the most."""
         sizes, lines = dict(self.sizes), []
         for step in self.steps:
             most = f"{sum(int(e.words(sizes).max()) for e in step.exchanges):,} words"
@@ -270,7 +270,7 @@ def make_plan(problem: Problem, layout: Layout, goal: Layout | None, sizes: Size
 
 @lru_cache(maxsize=512)
 def _search(problem: Problem, layout: Layout, goal: Layout | None, items: tuple[tuple[str, int], ...]) -> Plan:
-    """A* search; a state is a layout, the lines that are left, and whether elements are still to be dropped."""
+    """Search by A*; a state is a layout, the lines that are left, and whether elements are still to be dropped."""
     sizes, number = dict(items), count()
     start, left = _transform_ready(problem, layout, tuple(range(len(problem.lines))))
     heap: list[tuple[int, int, int, int, Layout, Left, bool, tuple[Step, ...]]]

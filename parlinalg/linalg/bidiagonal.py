@@ -15,8 +15,8 @@ from parlinalg.backend import memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
-from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, places, reflector, share, to_tiles
-from parlinalg.linalg.tiles import Board, Deal, Tiles
+from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, reflector, share, to_tiles
+from parlinalg.linalg.tiles import Board, Deal, Tiles, indexer
 
 TALL = 1.5
 """Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
@@ -75,7 +75,7 @@ class Bidiagonal(Reduction):
         tau, pi = xp.zeros(b, a.dtype), xp.zeros(b, a.dtype)
         down, right = partial(first, rows), partial(first, columns)
         low, left = down(k), right(k)
-        here, there = places(rows[low:] - k), places(columns[left:] - k)
+        here, there = indexer(rows[low:] - k), indexer(columns[left:] - k)
         for q in range(b):
             j = k + q
             i, behind = deal.owner(j)
@@ -91,8 +91,8 @@ class Bidiagonal(Reduction):
             # y := tau (A - V Yᴴ - X Uᴴ)ᴴ v
             found, mine = xp.zeros(n - k, a.dtype), share(q + 1, n - k, lent.comm)  # each corrects its share
             top, after, inner = down(j), right(j + 1), v[q].conj()
-            later = places(columns[after:] - k)
-            found[later] = (inner[places(rows[top:] - k)] @ a[top:, after:]).conj()
+            later = indexer(columns[after:] - k)
+            found[later] = (inner[indexer(rows[top:] - k)] @ a[top:, after:]).conj()
             if q:
                 found[mine] -= (v[:q] @ inner).conj() @ y[:q, mine] + (x[:q] @ inner).conj() @ u[:q, mine]
             found = lent.total(found)
@@ -108,12 +108,12 @@ class Bidiagonal(Reduction):
             # x := pi (A - V Yᴴ - X Uᴴ) u
             found, mine = xp.zeros(m - k, a.dtype), share(q + 1, m - k, lent.comm)
             top, inner = down(j + 1), u[q].conj()
-            found[places(rows[top:] - k)] = a[top:, after:] @ u[q, later]
+            found[indexer(rows[top:] - k)] = a[top:, after:] @ u[q, later]
             found[mine] -= (y[: q + 1] @ inner).conj() @ v[: q + 1, mine] + (u[:q] @ inner).conj() @ x[:q, mine]
             found = lent.total(found)
             found[: q + 1] = 0
             x[q] = pi[q] * found
-        below, later = places(rows[down(k + b) :] - k), places(columns[right(k + b) :] - k)
+        below, later = indexer(rows[down(k + b) :] - k), indexer(columns[right(k + b) :] - k)
         kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, yu[:, later].conj())
         if not self.keep:
             return None

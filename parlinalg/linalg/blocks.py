@@ -70,7 +70,7 @@ class Time(NamedTuple):
 
 
 def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
-    """Return how the ranks of a grid stand for a matrix [m, n]: the parameter `shape` of `Deal`.
+    """Return the arrangement of the ranks for a matrix [m, n]: the parameter `shape` of `Deal`.
 
     Tall matrices are dealt by rows alone.  Few ranks that share memory, `near`, are dealt columns alone, since they
     pass panels on at no cost; but of `eigh` and `svd`, of which each rank keeps its rows of all reflections.

@@ -1,12 +1,12 @@
 """Words and collective calls of factorizations, of every rank and step by step.  Pure data: nothing is sent.
 
 The counts follow from the same dealt numbers that the factorizations work with, and equal those of the ledger exactly.
-Words are elements, as the ledger counts them: an all-gather of n elements receives n − own, an all-reduce 2(n − own),
-a broadcast n (0 at its root), a trip to work or home what a rank lacks.
+Words are elements, as the ledger counts them: a rank receives n − own in an all-gather of n elements, 2(n − own) in an
+all-reduce, n in a broadcast (0 at its root), and in the trips to tiles and back the elements that it lacks.
 
 Four things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has
 (`winners`; by default as evenly as its rows allow), the columns that pivoting takes (`order`; by default one after the
-other), which panels of QR are so ill conditioned that they go through the tree (`trees`; by default none) and how many
+other), which panels of QR are so ill conditioned that they take TSQR (`trees`; by default none) and how many
 eigenvectors of each merge of divide and conquer are no longer known (`kept`; by default all).  One depends on the
 machine: to how many ranks `eigh` and `svd` deal their reduction (`workers`; by default to all).
 """
@@ -316,7 +316,7 @@ def lu_factor(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, winners: Counts | None = None, extra: int = 0,
     extra_layout: Layout | None = None, places: Sequence[Numbers] | None = None,
 ) -> Costs:  # fmt: skip
-    """Add what `lu_factor` receives of a matrix, with so many right-hand sides that ride along.
+    """Add what `lu_factor` receives of a matrix and of `extra` right-hand sides, which are further columns.
 
     Parameters
     ----------
@@ -338,7 +338,7 @@ def lu_factor(
         proposed, wide = np.minimum(b, active) * b, after(columns, k + b)[costs.j]
         costs.terms(TERMS_OF_PANELS, active[costs.i] * b, root, k // deal.size, who=costs.j == j)
         costs.all_gather("tournament", costs.down, proposed.sum(), proposed[costs.i], who=here & (costs.j == j))
-        pivots = 2 * b * 8 // costs.itemsize  # who has won
+        pivots = 2 * b * 8 // costs.itemsize  # whose rows are the pivots
         costs.broadcast(ALONG_ROWS, costs.across, pivots + b * b + active[costs.i] * b, j, who=here)
         costs.broadcast("pivots to the other layers", costs.deep, pivots + b, root)
         costs.terms("layers' terms of rows of U", won[costs.i] * wide, root, deal.D)
@@ -351,7 +351,7 @@ def lu_factor(
 
 
 def _to_one_layer(costs: Costs, shape: tuple[int, int], columns: Sequence[Numbers], places: Sequence[Numbers]) -> None:
-    """Add the trips of L, and of U and what rode along, to tiles of one layer."""
+    """Add the trips of L, and of U with the right-hand sides, to tiles of one layer."""
     deal, m, k = costs.deal, shape[0], min(shape)
     flat = Deal(deal.sizes, deal.size, deal.shape)
 
@@ -421,7 +421,7 @@ def solve(
     costs: Costs, layout: Layout, n: int, sides: int, sides_layout: Layout, *,
     places: Sequence[Numbers] | None = None,
 ) -> Costs:  # fmt: skip
-    """Add what `solve` receives for right-hand sides [n, sides], which ride along with LU, and U's substitution."""
+    """Add what `solve` receives: LU with the right-hand sides [n, sides] as further columns, and U's substitution."""
     deal = costs.deal
     places = positions(deal, n, n) if places is None else places
     lu_factor(
@@ -519,7 +519,7 @@ def qr_factor(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Collection[int] = (), extra: int = 0,
     extra_layout: Layout | None = None,
 ) -> Costs:  # fmt: skip
-    """Add what `qr_factor` receives of a matrix, with so many right-hand sides that ride along.
+    """Add what `qr_factor` receives of a matrix and of `extra` right-hand sides, which are further columns.
 
     Parameters
     ----------
@@ -730,8 +730,8 @@ def lstsq(
     else:
         turned, (high, low) = (Layout(*layout.dims[::-1]), (n, m)) if wide else (layout, shape)
         rows = deal.rows(high)
-        riding = 0 if wide else sides
-        qr_factor(costs, turned, (high, low), trees=trees, extra=riding, extra_layout=None if wide else own)
+        right = (0, None) if wide else (sides, own)
+        qr_factor(costs, turned, (high, low), trees=trees, extra=right[0], extra_layout=right[1])
         if wide:
             costs.agree(1)
         tops = [x[x < k] for x in rows]

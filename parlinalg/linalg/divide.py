@@ -1,9 +1,9 @@
-"""Eigenvectors of tridiagonal and singular vectors of bidiagonal matrices by divide and conquer, shared out by rows.
+"""Eigenvectors of tridiagonal and singular vectors of bidiagonal matrices by divide and conquer, distributed by rows.
 
 A tridiagonal matrix is cut into halves, whose eigenvectors are those of the whole after a change of rank one (Cuppen
 1981), with the vectors of Gu and Eisenstat (1995), as in LAPACK's `stedc`.  A merge needs the first and the last row of
 the eigenvectors of each half, so each rank has these and some rows, never a whole matrix; the roots of the secular
-equation are shared out too.
+equation are distributed too.
 
 A bidiagonal matrix is cut at a row.  In the singular vectors of the halves above and below it, it is a diagonal with
 one full row, whose singular values are the roots of a secular equation of squares (Gu and Eisenstat 1995), as in
@@ -22,7 +22,7 @@ from parlinalg.backend import backend_of, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import Board, board
+from parlinalg.linalg.tiles import Board, board, indexer
 
 LEAF = 64
 """Rows of a part that LAPACK solves."""
@@ -146,7 +146,7 @@ def _turned(
     xp = namespace(w)
     has = [each[kept] for _, each in blocks]
     order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
-    inner = [_side_by_side(np.flatnonzero(each[order])) for each in has]
+    inner = [indexer(np.flatnonzero(each[order])) for each in has]
     factors = [xp.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
     others = np.flatnonzero(wanted >= k)
     known, last = w[:, rest[wanted[others] - k]], w[:, w.shape[1] - more :].copy()
@@ -157,7 +157,7 @@ def _turned(
     step = max(STRIP // 4, min(STRIP, len(out) // 2))
     for start in range(0, len(places), step):
         at = places[start : start + step]
-        u, columns = vector(wanted[at], order), _side_by_side(at)
+        u, columns = vector(wanted[at], order), indexer(at)
         scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
         for (part, _), j, factor in zip(blocks, inner, factors, strict=True):
             if len(factor):
@@ -165,13 +165,6 @@ def _turned(
                 np.multiply(found, scale, out=found)
                 out[part, columns] = found
     return out
-
-
-def _side_by_side(numbers: np.ndarray) -> Any:
-    """Return a slice for numbers, which rise, where they follow one another, else the numbers."""
-    if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return numbers
 
 
 def _largest(*arrays: Any) -> Any:
@@ -195,7 +188,7 @@ def _rotation(x: Any, y: Any, limit: Any) -> tuple[Any, Any, Any]:
 def _deflated(
     d: np.ndarray, z: np.ndarray, rho: Any, limit: Any, vectors: list[np.ndarray], halves: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which columns take part in the merge, by rising d, and which are vectors already (`laed2`, `lasd2`).
+    """Return the columns that the merge changes, by rising d, and those that are vectors already (`laed2`, `lasd2`).
 
     Columns of nearly equal d are turned so that z of one becomes 0; `halves` say in which half a column has elements.
     """

@@ -22,7 +22,7 @@ from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Board, Deal, Places, Tiles, board, clear_above, move, turned
+from parlinalg.linalg.tiles import Board, Deal, Places, Tiles, board, clear_above, indexer, move, turned
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
@@ -300,7 +300,7 @@ def _columns_loop(pair: Any, found: Any, both: Any, column: Any, start: int, aft
 
 
 def workers(tiles: Tiles) -> Deal:
-    """Return how a matrix is dealt that is reduced: to all ranks, or to as many of a node as it has cores for.
+    """Return the deal of a matrix for its reduction: to all ranks, or to as many ranks of a node as it has cores.
 
     Where ranks outnumber cores each column's sums would wait for all to have their turn.
     """
@@ -311,7 +311,7 @@ def workers(tiles: Tiles) -> Deal:
 
 
 class Half:
-    """Of a Hermitian matrix on tiles the elements that this rank computes with: of each two that are equal, one rank's.
+    """The elements of a Hermitian matrix on tiles with which this rank computes: one of each two that are equal.
 
     Rows and columns are of classes: the number of their tile modulo the least common multiple of R and C.  The tiles
     of two classes lie on one rank, and their adjoints on another one, unless the classes are the same; then they are a
@@ -533,7 +533,7 @@ class Kept:
             v[at : at + len(each), start - k :] = each
             at += len(each)
         t = triangle(v.T, np.concatenate(taus))[np.triu_indices(len(v))]
-        self._closed.append((k, xp.ascontiguousarray(v[:, places(self._rows[first(self._rows, k) :] - k)]).T, t))
+        self._closed.append((k, xp.ascontiguousarray(v[:, indexer(self._rows[first(self._rows, k) :] - k)]).T, t))
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective.
@@ -550,13 +550,6 @@ class Kept:
                 reflect(tiles, v, t, z[first(self._rows, k) :], lent)
 
 
-def places(numbers: np.ndarray) -> Any:
-    """Return what indexes these places, which rise, the fastest: a slice where they lie side by side."""
-    if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return numbers
-
-
 def share(start: int, stop: int, comm: Comm) -> slice:
     """Return this rank's share of the places from `start` up to `stop`."""
     n = stop - start
@@ -564,7 +557,7 @@ def share(start: int, stop: int, comm: Comm) -> slice:
 
 
 def first(numbers: np.ndarray, k: int) -> int:
-    """Return where the numbers from k on begin."""
+    """Return the place of the first number that is at least k."""
     return int(np.searchsorted(numbers, k))
 
 

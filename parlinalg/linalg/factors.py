@@ -64,7 +64,7 @@ class SlogdetResult(NamedTuple):
 
 
 class Factor:
-    """A factorization that stays in its working form, so that many solutions pay the way there once."""
+    """A factorization that stays on tiles, so that many solves pay once for moving the matrix there."""
 
     maker: ClassVar[str] = "qr_factor"
     """The function of `parlinalg.linalg` that makes it."""
@@ -106,7 +106,7 @@ class Factor:
 class CholeskyFactor(Factor):
     """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`.
 
-    With `passing` only `L` is made, which needs no trip home where every rank sees the whole of it pass.
+    With `passing` only `L` is made.  It is not moved if every rank receives all panels of it: each keeps its block.
     """
 
     maker = "cho_factor"
@@ -127,7 +127,7 @@ class CholeskyFactor(Factor):
             finite = kernels.finite(self._t.diagonal())
         else:
             t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
-            finite = on_host or kernels.finite(t)  # on the host L's diagonal tells
+            finite = on_host or kernels.finite(t)  # on the host the diagonal of L shows NaNs and infinities
             self._t = t = tiles.layered(t, self.columns)
             if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
                 where = self.grid.block(self.layout, a.shape)
@@ -143,12 +143,13 @@ class CholeskyFactor(Factor):
             refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
             raise LinAlgError(
-                f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
+                "cholesky takes positive definite matrices; "
+                f"the leading minor of order {n + 1 - int(minor)} is not positive"
             )
         if target is not None or (self._whole and passing):
             found = self._t if target is None else target[0]
             self.L = DistArray(found, self.shape, self.layout, self.grid)
-        elif tiles.D > 1 and not passing:  # solutions have one layer
+        elif tiles.D > 1 and not passing:  # solves work on one layer
             self.tiles = tiles.flat()
             have = tiles.places(self.rows, self.columns)
             self.rows, self.columns = self.tiles.rows(n), self.tiles.columns(n)
@@ -198,8 +199,8 @@ class Identity(NamedTuple):
 class LUFactor(Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`.
 
-    With `spent` A and b, which are finite, are not needed any more: they have no elements after it.  No pivot
-    of such an A may be below the normal numbers.
+    With `spent` A and b are emptied, so that their memory is free for the factorization.  They must be finite, and no
+    pivot of such an A may be subnormal.
     """
 
     maker = "lu_factor"
@@ -213,19 +214,51 @@ class LUFactor(Factor):
         self.tiles = tiles = tiles_for(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
-        more, width = [x[:0] for x in every], 0
-        alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
-        sides: Any = None
-        given: Any = None
-        if b is not None:  # right-hand sides ride along, in tiles behind those of A
+        if b is not None:  # right-hand sides are further columns, in tiles behind those of A
             extra = b.shape[1]
             every = tiles.columns(n + extra)
-            more = self._more = [x[x >= n] - n for x in every]
-            width = len(more[tiles.j])
+            self._more = [x[x >= n] - n for x in every]
+        alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
+        t, behind, given = self._assembled(a, b, alone, spent)
+        # NaNs and infinities of a square matrix show in LAPACK's factors: only their rows are exchanged
+        late = m == n and isinstance(t, np.ndarray)  # cuSOLVER has zeros for NaNs below the diagonal
+        finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
+        work = LU(tiles, t, (m, n), extra, behind if alone else None, given)
+        del behind
+        with np.errstate(all="ignore"):
+            work.run()
+        doubtful = late and not kernels.finite(work.a)
+        self._t, self._further, self._order = work.a, work.further, work.rows
+        self.positions = self.pivoted = work.positions
+        """For every grid row the numbers of its rows in P A; `pivoted` is for the tiles of the factorization itself."""
+        if tiles.D > 1:
+            self._flatten(tiles, every)
+        self.diagonal = work.diagonal
+        zeros = kernels.zeros(self.diagonal)
+        odd, zero = tiles.worst([doubtful or not finite, n - zeros[0] if len(zeros) else 0])
+        if odd and late:  # were they in A or b, or did a pivot of 0 make them?
+            summed = a.summed()  # which is collective
+            odd, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
+        refuse_odd(odd, "lu_factor" if b is None else "solve")
+        self.zero = n - int(zero) if zero else None
+        """The first zero of U's diagonal; None where A is regular."""
+
+    def _assembled(
+        self, a: DistArray, b: DistArray | Identity | None, alone: bool, spent: bool
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        """Return this rank's tiles of A with those of b behind them, those of b, and A as `LU` takes it once more.
+
+        `alone` on one GPU, whose library does not overwrite A: then the tiles of b lie in an array of their own.
+        Collective.
+        """
+        tiles, m = self.tiles, a.shape[0]
+        width = 0 if b is None else len(self._more[tiles.j])
+        sides: Any = None
+        given: Any = None
         if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
             given = a.summed().block
             t, given = kernels.in_columns(given, width), None if spent else given
-        elif alone:  # the GPU's library changes nothing
+        elif alone:
             t = a.summed().block
             sides = t[:, :0]
         elif tiles.D == 1:
@@ -236,42 +269,20 @@ class LUFactor(Factor):
             a.adopt(a.block[:0].copy())
         if b is not None:
             if isinstance(b, Identity):
-                sides = b.tiles(tiles, more, a.dtype)
+                sides = b.tiles(tiles, self._more, a.dtype)
             else:
-                sides = tiles.bring(b, tiles.rows(m), more)
+                sides = tiles.bring(b, tiles.rows(m), self._more)
                 if spent:
                     b.adopt(b.block[:0].copy())
-            sides = tiles.layered(sides, more)
+            sides = tiles.layered(sides, self._more)
             if tiles.D == 1 and self.grid.inside and not alone:
                 t[:, t.shape[1] - width :] = sides
             elif not alone:
                 t = namespace(t).hstack([t, sides])
-        behind = sides if alone else t[:, t.shape[1] - width :]
-        # of a square matrix LAPACK's factors tell: what is not finite stays where it is, but for its row's place
-        late = m == n and isinstance(t, np.ndarray)  # cuSOLVER has zeros for NaNs below the diagonal
-        finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
-        work = LU(tiles, t, (m, n), extra, behind if alone else None, given)
-        del sides, behind
-        with np.errstate(all="ignore"):
-            work.run()
-        doubtful = late and not kernels.finite(work.a)
-        self._t, self._further, self._order = work.a, work.further, work.rows
-        self.positions = self.pivoted = work.positions
-        """For every grid row the numbers of its rows in P A; of `pivoted` the grid rows of the factorization."""
-        if tiles.D > 1:
-            self._flatten(tiles, every)
-        self.diagonal = work.diagonal
-        zeros = kernels.zeros(self.diagonal)
-        odd, zero = tiles.worst([doubtful or not finite, n - zeros[0] if len(zeros) else 0])
-        if odd and late:  # by what was given, or by a pivot of 0?
-            summed = a.summed()  # which is collective
-            odd, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
-        refuse_odd(odd, "lu_factor" if b is None else "solve")
-        self.zero = n - int(zero) if zero else None
-        """The first zero of U's diagonal; None where A is regular."""
+        return t, sides if alone else t[:, t.shape[1] - width :], given
 
     def _flatten(self, deep: Tiles, every: list[Numbers]) -> None:
-        """Bring L and U, of which layers have panels and rows of panels, to tiles of one layer.  Collective."""
+        """Move L and U, of which each layer has those of its own panels, to tiles of one layer.  Collective."""
         tiles, (m, n), k = deep.flat(), self.shape, min(self.shape)
         before, after = self.positions, tiles.rows(m)
         tops, first = [x[x < k] for x in before], [x[x < k] for x in every]
@@ -317,8 +328,8 @@ class LUFactor(Factor):
             for at, rows in zip(self.positions, self.rows, strict=True):
                 found[at] = rows
         if self.grid.world.size > self.grid.size:  # ranks outside the grid have none
-            told = self.grid.world.share(found.tolist() if self.grid.inside else None, others="alike")
-            found = np.array(next((each for each in told if each is not None), found), np.int64)
+            every = self.grid.world.share(found.tolist() if self.grid.inside else None, others="alike")
+            found = np.array(next((each for each in every if each is not None), found), np.int64)
         return found
 
     @property
@@ -352,7 +363,7 @@ class LUFactor(Factor):
         return self._home(x, after, columns, n, matrix, b)
 
     def carried(self, b: DistArray | Identity) -> DistArray:
-        """Return the solutions of the right-hand sides that rode along."""
+        """Return the solutions for the right-hand sides that were factored with A."""
         self.check()
         n = self.shape[0]
         x = namespace(self._further).ascontiguousarray(self._further)
@@ -397,7 +408,7 @@ class LUFactor(Factor):
 class QRFactor(Factor):
     """The factorization A = Q R by Householder reflections; made by `qr_factor`.
 
-    Without `keep` it is R and Qᴴ b for the b that rides along, and nothing else is turned by Q.
+    Without `keep` the reflections are dropped: it has R, and Qᴴ b for a b that is factored with A.
     """
 
     on_host: ClassVar[bool] = False
@@ -412,7 +423,7 @@ class QRFactor(Factor):
         (m, n), self.tiles = a.shape, tiles_for(a, block, "qr")
         self.rows, self.columns, extra = self.tiles.rows(m), self.tiles.columns(n), 0
         width = 0
-        if b is not None:  # right-hand sides ride along, in tiles behind those of A, and become Qᴴ b
+        if b is not None:  # right-hand sides are further columns, in tiles behind those of A, and become Qᴴ b
             extra = b.shape[1]
             self._more = [x[x >= n] - n for x in self.tiles.columns(n + extra)]
             width = len(self._more[self.tiles.j])
@@ -446,7 +457,7 @@ class QRFactor(Factor):
         return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
 
     def given_up_r(self) -> Any:
-        """Return this rank's tiles of R, which the factorization has no longer."""
+        """Return this rank's tiles of R, and drop them from the factorization."""
         r = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
         r = r.copy() if 2 * len(r) <= len(self._work.a) else r
         self._work.a = self._work.a[:0].copy()
@@ -458,7 +469,7 @@ class QRFactor(Factor):
         return self._q(columns)
 
     def only_q(self, columns: int | None = None) -> DistArray:
-        """Return what `Q` does, and give up R before it and the reflections with it."""
+        """Return what `Q` does, but free R before it, and each reflection once it is applied."""
         self._work.a = self._work.a[:, :0].copy()
         self.__dict__.pop("_r", None)
         return self._q(columns, last=True)
@@ -533,7 +544,7 @@ class QRFactor(Factor):
         return self._home(x, self.tops, columns, n, matrix, b)
 
     def carried(self, b: DistArray, solve: bool) -> DistArray:
-        """Return the first n rows of Qᴴ b, for the b that rode along, or with `solve` x of R x = them; like b."""
+        """Return the first n rows c of Qᴴ b, where b was factored with A, or with `solve` x of R x = c; like b."""
         n = self.shape[1]
         x = self._r
         if self.grid.inside:
@@ -619,7 +630,7 @@ def cho_factor(
 def lu_factor(a: DistArray, block: int | None = None, *, depth: int | None = None) -> LUFactor | LUStack:
     """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting.
 
-    A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are shared out.
+    A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are distributed.
     `block` and `depth` are as in `cho_factor`.
     """
     if as_matrix(a, "lu_factor").ndim > 2:
@@ -797,7 +808,7 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
         t *= a.real.dtype.type(scale)
         t = namespace(t).concatenate([t, _ones_where_equal(rest[tiles.i], mine, grid, a.dtype)])
         del first, last
-        work = QR(tiles, t, (m + n, n), share_out=True)
+        work = QR(tiles, t, (m + n, n), hold_once=True)
         del t
         with np.errstate(all="ignore"):
             work.run()
@@ -812,9 +823,9 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
 
 
 def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
-    """Return Q and R of a matrix of few columns by its Gram matrix, without a trip to tiles; None if it is not sound.
+    """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None if it is too ill conditioned.
 
-    Each rank has R for a while, and as many rows as columns at least.  Without Q its last products are left out.
+    Each rank holds all of R meanwhile, and at least as many rows as columns.  Without Q its last products are left out.
     """
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
     rest = by_rows(x)

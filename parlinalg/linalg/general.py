@@ -82,7 +82,7 @@ def eigvals(x: DistArray, /) -> DistArray:
 
 
 def _on_host(x: DistArray, function: Any, block: Any) -> tuple[Any, ...]:
-    """Return what a function of NumPy gives for this rank's matrices, in complex numbers."""
+    """Return the result of a function of NumPy for this rank's matrices, in complex numbers."""
     found, backend = function(x.grid.backend.to_host(block)), x.grid.backend
     parts = found if isinstance(found, tuple) else (found,)
     return tuple(backend.from_host(a.astype(np.result_type(x.dtype, np.complex64))) for a in parts)

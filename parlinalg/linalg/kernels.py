@@ -1,4 +1,4 @@
-"""What a rank computes on its tiles, on the host or on a GPU.
+"""The computations of a rank on its tiles, on the host or on a GPU.
 
 On the host BLAS works in place, on rows with a leading dimension, and LAPACK is NumPy's or SciPy's.  On a GPU it is
 cuSOLVER and cuBLAS (`parlinalg.backend.cusolver`): each function here asks `_device` where its matrix is, and nothing

@@ -132,8 +132,8 @@ class LU(Panels):
         won_by, corner, below = panel
         owners, places = self._winners(b) if not has_values(won_by) else kernels.to_host(won_by)
         if tiles.D > 1:  # the other layers have the same rows, and swap them alike
-            told = np.concatenate([np.ravel([owners, places]).view(self.a.dtype), np.diag(corner)])
-            self._given.append(tiles.deep.broadcast(told, tiles.layer, wait=False))
+            message = np.concatenate([np.ravel([owners, places]).view(self.a.dtype), np.diag(corner)])
+            self._given.append(tiles.deep.broadcast(message, tiles.layer, wait=False))
         done, own = len(self._won[tiles.i]), owners == tiles.i
         chosen = places[own] + done
         won, counts = len(chosen), np.bincount(owners, minlength=tiles.R).tolist()
@@ -159,9 +159,9 @@ class LU(Panels):
     def follow(self, k: int, b: int, step: Any) -> Any:
         tiles, c, root = self.tiles, self.column(k + b), self.tiles.layer_of(k)
         head = 2 * b * 8 // self.a.itemsize
-        told = np.empty(head + b, self.a.dtype)
-        tiles.deep.broadcast(told, root, wait=False).wait()
-        owners, places = told[:head].view(np.int64).reshape(2, b)
+        message = np.empty(head + b, self.a.dtype)
+        tiles.deep.broadcast(message, root, wait=False).wait()
+        owners, places = message[:head].view(np.int64).reshape(2, b)
         if not has_values(self.a):
             owners, places = self._winners(b)
         done = len(self._won[tiles.i])
@@ -177,7 +177,7 @@ class LU(Panels):
         _to_front(done, chosen, self.a[:, : self.column(k)], self.rows)
         _fill(behind, done, chosen)
         self._win(k, owners, np.bincount(owners, minlength=tiles.R).tolist())
-        self._diagonals.append(told[head:])
+        self._diagonals.append(message[head:])
         return step
 
     def first_row(self, k: int) -> int:

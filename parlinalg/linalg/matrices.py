@@ -1,4 +1,4 @@
-"""Helpers of all routines of linear algebra: checks of matrices, tiles for them, and stacks shared out over ranks."""
+"""Helpers of all routines of linear algebra: checks of matrices, tiles for them, and stacks distributed over ranks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def batches(
 ) -> tuple[DistArray, ...]:  # fmt: skip
     """Return what a function of matrices, or with `lower` of lower triangles, gives for stacks of them.
 
-    As many matrices as ranks, or more, are shared out and computed by each rank alone, by `local(xp, blocks)`; fewer
+    As many matrices as ranks, or more, are distributed and computed by each rank alone, by `local(xp, blocks)`; fewer
     are computed one after the other by all ranks, by `one`.
     """
     stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))

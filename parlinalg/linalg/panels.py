@@ -50,7 +50,7 @@ class Sum(Handle):
 
 
 LANES = 6
-"""Panels in common memory at once: a rank may be so many behind, less 2, before the others wait for it."""
+"""Panels in shared memory at once: a rank may be so many behind, less 2, before the others wait for it."""
 
 
 class Panels(ABC):
@@ -75,7 +75,7 @@ class Panels(ABC):
         self.tiles, self.a, self.shape, self.strip = tiles, a, shape, self.STRIP
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
-        self._lanes: Any = None  # common memory for panels, of the ranks of a grid row
+        self._lanes: Any = None  # shared memory for panels, of the ranks of a grid row
         self._passing: Any = None  # how they wait for each other
         self.board = Board(tiles.down, None)
         self._given: list[Handle] = []  # what this layer has sent to others
@@ -94,7 +94,7 @@ class Panels(ABC):
 
     @abstractmethod
     def take(self, k: int, b: int, panel: Any) -> Any:
-        """Return what updates the columns right of the panel, once the panel is there."""
+        """Return the update of the columns right of the panel, once the panel is there."""
 
     def follow(self, k: int, b: int, step: Any) -> Any:
         """Do this layer's part in a panel that another one factors; return what updates the columns right of it.
@@ -110,14 +110,14 @@ class Panels(ABC):
     def run(self) -> None:
         """Factor the whole matrix.  Collective over the grid.
 
-        Between ranks of one node panels and gathered rows lie in common memory, where the others read them.
+        Between ranks of one node panels and gathered rows lie in shared memory, where the others read them.
         """
         n, tiles = min(self.shape), self.tiles
         if not n or not tiles.grid.inside:
             return
         size, wide = tiles.size, max(map(len, self.every_column))
         panel = (len(self.rows) + 2 * size + 4) * size
-        if not isinstance(self.a, np.ndarray):  # on a GPU, which has no memory in common with others
+        if not isinstance(self.a, np.ndarray):  # on a GPU, which shares no memory with others
             self._run(n, size)
             return
         with ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 Each step takes the column of which the most is left, as LAPACK's `geqp3` does, and so finds its pivots.  No column
 moves: every rank proposes its largest with its reflection, and the rank that has the largest of these sends it to the
-others, which in common memory read it where it is.  The rest of the matrix is updated after some steps at once
+others, which in shared memory read it where it is.  The rest of the matrix is updated after some steps at once
 (Quintana-Ortí, Sun and Bischof, "A BLAS-3 version of the QR factorization with column pivoting", 1998).
 """
 
@@ -41,7 +41,7 @@ class PivotedQR(QR):
     """
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int]) -> None:
-        super().__init__(tiles, a, shape, share_out=True)
+        super().__init__(tiles, a, shape, hold_once=True)
         self.order, self.places = np.arange(shape[1]), self.columns.copy()
         self._done = 0  # this rank's columns that were taken, which are the first ones here
         self._norms = self._exact = np.zeros(0)  # of what is left of each column, and when they were last computed

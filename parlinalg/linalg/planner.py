@@ -19,6 +19,7 @@ from parlinalg.linalg.blocks import Machine, Time
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tiles import Deal, depths
+from parlinalg.matmul.planner import whole_number
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
 
 ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd")
@@ -296,8 +297,8 @@ def plan_linalg(
     """
     if routine not in ROUTINES:
         raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
-    m = _number("m", m, 0)
-    n = m if n is None else _number("n", n, 0)
+    m = whole_number("m", m, 0)
+    n = m if n is None else whole_number("n", n, 0)
     if routine in SQUARE and m != n:
         raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
     try:
@@ -308,12 +309,12 @@ def plan_linalg(
         raise PlanError(f"linalg takes {', '.join(DTYPES)}, not {name}")
     if (ranks is None) == (sizes is None):
         raise PlanError("give the number of ranks, or a grid, not both" if sizes else "give the number of ranks")
-    count = math.prod(sizes.values()) if sizes else _number("ranks", ranks, 1)
+    count = math.prod(sizes.values()) if sizes else whole_number("ranks", ranks, 1)
     near = count <= blocks.FEW if near is None else near
-    sides = _number("sides", sides, 0)
+    sides = whole_number("sides", sides, 0)
     constants = blocks.machine() if machine is None else machine
-    given = None if block is None else _number("block", block, 1)
-    wanted = None if depth is None else _number("depth", depth, 1)
+    given = None if block is None else whole_number("block", block, 1)
+    wanted = None if depth is None else whole_number("depth", depth, 1)
     if not isinstance(pivoting, bool):
         raise PlanError(f"pivoting is True or False, not {pivoting!r}")
     if pivoting and routine != "qr":
@@ -350,12 +351,6 @@ def plan_linalg(
             f"{format_bytes(limit)}; give that or more ranks"
         )
     return plan
-
-
-def _number(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
-        raise PlanError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return value.__index__()
 
 
 def _worth(plans: list[LinalgPlan], limit: int | None) -> list[LinalgPlan]:
@@ -518,7 +513,7 @@ def _others(plan: LinalgPlan) -> list[str]:
 
 
 def _replicated(plan: LinalgPlan) -> str:
-    """Return what several layers of ranks save, or would (Solomonik and Demmel, 2011)."""
+    """Return the words that several layers of ranks save, or would save (Solomonik and Demmel, 2011), as text."""
     half = plan.routine == "cholesky"
 
     def words(sizes: Mapping[str, int], depth: int) -> float:
@@ -534,11 +529,11 @@ def _replicated(plan: LinalgPlan) -> str:
     if least >= flat and plan.depth == 1:
         return f"one layer; on {_count(plan.ranks, 'rank')} more would save no words"
     if least < flat:
-        told = f"not {flat:,.0f} or more, {100 * (1 - least / flat):.0f}% fewer"
+        compared = f"not {flat:,.0f} or more, {100 * (1 - least / flat):.0f}% fewer"
     else:  # they were asked for, or save time
-        told = f"{100 * (least / max(flat, 1) - 1):.0f}% more than the {flat:,.0f} of one layer"
+        compared = f"{100 * (least / max(flat, 1) - 1):.0f}% more than the {flat:,.0f} of one layer"
     first = "one layer; " if plan.depth == 1 else ""
-    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {told}"
+    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {compared}"
 
 
 def _count(n: int, noun: str) -> str:

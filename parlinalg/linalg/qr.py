@@ -40,9 +40,9 @@ class QR(Panels):
     Attributes
     ----------
     kept : list of Reflections
-        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With `share_out` a rank
-        that has all rows of Y keeps Y of the panels of its own grid column alone, and receives the others when they
-        turn.
+        The reflections of all panels; without `keep`, where Q is not applied to anything else, none.  With `hold_once`
+        a rank that has all rows of Y keeps Y only for the panels of its own grid column, and receives the others when
+        they are applied.
     trees : list of int
         The first columns of the panels that went through the tree, as far as this rank knows.
     """
@@ -56,10 +56,10 @@ class QR(Panels):
         shape: tuple[int, int],
         extra: int = 0,
         keep: bool = True,
-        share_out: bool = False,
+        hold_once: bool = False,
     ) -> None:
         super().__init__(tiles, a, shape, extra)
-        self._keep, self._shared_out = keep, share_out and tiles.R == 1
+        self._keep, self._once = keep, hold_once and tiles.R == 1
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
 
@@ -109,7 +109,7 @@ class QR(Panels):
         r *= head[2 * b][:, None]
 
     def take(self, k: int, b: int, panel: Any) -> Any:
-        own = not self._shared_out or self.tiles.owner(k)[1] == self.tiles.j
+        own = not self._once or self.tiles.owner(k)[1] == self.tiles.j
         if self._keep and own and self._lanes is not None:
             panel = panel.copy()
         found = Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b])
@@ -136,7 +136,7 @@ class QR(Panels):
 
     def _whole(self, each: Reflections) -> Any:
         """Return this rank's rows of Y, which one grid column has if all ranks have the same ones.  Collective."""
-        if not self._shared_out:
+        if not self._once:
             return each.y
         y = each.y
         if y is None:
@@ -146,11 +146,11 @@ class QR(Panels):
 
 
 def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
-    """Replace Y, whose rows lie on the ranks of `comm`, by Q of its QR factorization; return R, and whether Q is sound.
+    """Replace Y, whose rows lie on the ranks of `comm`, by Q of its QR factorization; return R and if Q is orthonormal.
 
-    Cholesky's factor of the Gram matrix, taken twice, makes the columns of well conditioned matrices orthonormal by
-    products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows whether they
-    are: the same on all ranks, to rounding.  Collective.
+    Cholesky's factor of the Gram matrix, applied twice, makes the columns of well conditioned matrices orthonormal by
+    products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows if they are:
+    the same on all ranks, to rounding.  Collective.
     """
     r, sound, last = nearly_orthogonalized(y, comm)
     kernels.substitute(last, y, right=True, lower=True, adjoint=True)
@@ -158,7 +158,7 @@ def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
 
 
 def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
-    """Do what `orthogonalized` does, up to its last step; return L too, of Q = Y L⁻ᴴ."""
+    """Do what `orthogonalized` does but for its last step, Q = Y L⁻ᴴ; return L too."""
     first, _ = _gram_factor(y, comm)
     kernels.substitute(first, y, right=True, lower=True, adjoint=True)
     last, gram = _gram_factor(y, comm)

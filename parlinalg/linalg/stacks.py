@@ -1,6 +1,6 @@
 """Factorizations of stacks of matrices that stay for many solutions.
 
-As many matrices as ranks, or more, are shared out, and each rank factors its own by LAPACK.  Fewer are factored by all
+As many matrices as ranks, or more, are distributed, and each rank factors its own by LAPACK.  Fewer are factored by all
 ranks one after the other.
 """
 
@@ -50,7 +50,9 @@ class LocalCholesky(Local):
         self.minor = kernels.cholesky(t) if len(a) else 0
         self._t = np.tril(t)
         if self.minor:
-            self.problem = f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not"
+            self.problem = (
+                f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not positive"
+            )
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """Return x of A x = b."""
@@ -146,9 +148,9 @@ class FactorStack(Factor):
         if a.grid.inside and not odd:
             with np.errstate(all="ignore"):
                 self.held = [local(each) for each in _listed(block)]
-        told = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
-        refuse_odd(any(each for each, _ in told), name)
-        self._raise([problem for _, problem in told])
+        reported = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
+        refuse_odd(any(each for each, _ in reported), name)
+        self._raise([problem for _, problem in reported])
         self._unite()
 
     def _unite(self) -> None:
@@ -184,7 +186,7 @@ class FactorStack(Factor):
         self, one: Callable[..., Any], core: tuple[int, ...], dtype: Any = None, rest: Layout | None = None,
         b: DistArray | None = None,
     ) -> DistArray:  # fmt: skip
-        """Return what a function of a factorization, and of the matrix of b, gives for all, [..., *core]."""
+        """Return the results of a function of a factorization and of the matrix of b for all of them, [..., *core]."""
         rest, grid = self.layout if rest is None else rest, self.grid
         dtype = self.dtype if dtype is None else dtype
         shape = (*self.stacks, *core)

@@ -133,7 +133,7 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
             return kernels.stacked(kernels.routines(p).solve, _solution, p, q)
 
         return batches("solve", local, solve, a, b, like=1)[0], None
-    factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
+    factor = LUFactor(a, b=b, depth=depth)  # with the right-hand sides as further columns
     return factor.carried(b), factor
 
 

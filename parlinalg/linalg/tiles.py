@@ -35,9 +35,9 @@ Places = list[tuple[Numbers, Numbers]]
 SIZE = 64
 """Rows and columns of a tile."""
 FEW = 16
-"""Ranks of one node up to which what moves between them lies in common memory."""
+"""Ranks of one node up to which what moves between them lies in shared memory."""
 SMALL = 256
-"""Elements of sums below which no common memory is made for them."""
+"""Elements of sums below which no shared memory is made for them."""
 SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
@@ -119,9 +119,9 @@ class Deal:
         return dealt(n, self.size, self.C) + [NONE] * self._idle
 
     def places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
-        """Return what every rank has, from what every grid row and every grid column has.
+        """Return the rows and columns of every rank, from those of every grid row and every grid column.
 
-        Of several layers each has the columns of its own panels.
+        With several layers each has the columns of its own panels.
         """
         if self.D == 1:
             return [(rows[i], columns[j]) for i, j in self.coords]
@@ -175,9 +175,8 @@ class Tiles(Deal):
     ) -> Any:  # fmt: skip
         """Return this rank's rows and columns of a matrix, in an array of its own.  Collective.
 
-        The array is on the device of the grid's blocks, or with `host` on the host.  With `lower` what lies in tiles
-        above the diagonal stays behind, and is 0, or if not `cleared` anything.  The array has so many `more` columns,
-        which are not set.
+        The array is on the device of the grid's blocks, or with `host` on the host.  With `lower`, tiles above the
+        diagonal are not moved: they are 0, or arbitrary without `cleared`.  `more` columns follow, which are not set.
         """
         return self.bring_to(a, self.places(rows, columns), lower=lower, host=host, more=more, cleared=cleared)
 
@@ -185,7 +184,7 @@ class Tiles(Deal):
         self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0,
         cleared: bool = True,
     ) -> Any:  # fmt: skip
-        """Return what this rank wants of a matrix, as `bring` does; `want` says it of every rank.  Collective."""
+        """Return the part of a matrix that `want` gives this rank, as `bring` does; it has all ranks'.  Collective."""
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
@@ -239,14 +238,14 @@ def worst(grid: Grid, values: Sequence[float]) -> list[float]:
 
 
 def count_worst(grid: Grid, values: int) -> None:
-    """Enter in the ledger what `worst` receives: ranks know the values by common memory."""
+    """Count the words of `worst` in the ledger, for values that ranks have exchanged in shared memory."""
     world = grid.world
     own = values // world.size + (world.rank < values % world.size)
     world.count("all_reduce", 2 * (values - own), 8)
 
 
 class Board:
-    """Rows and sums of the ranks of a communicator, in memory that they have in common, where there is some.
+    """Rows and sums of the ranks of a communicator, in shared memory, where there is some.
 
     Gathered rows are valid until the next call: once all have come to that, the call after it may write over them.
 
@@ -256,7 +255,7 @@ class Board:
     memory : array [2, comm.size, most] or None
         Room for `most` elements of each rank, of which a sum may have no more; gathered rows share it.
     counters : array of int64, optional
-        Common memory of a `Meeting`.
+        Shared memory of a `Meeting`.
     """
 
     def __init__(self, comm: Comm, memory: Any, counters: Any = None) -> None:
@@ -284,7 +283,7 @@ class Board:
         return whole
 
     def broadcast(self, mine: Any, root: int) -> Any:
-        """Return what rank `root` has, in an array that all ranks give and that is overwritten.  Collective."""
+        """Return the array of rank `root`, in the arrays that all ranks give, which are overwritten.  Collective."""
         comm = self.comm
         if self._memory is None or mine.size > self._memory[0].size or comm.size == 1:
             comm.broadcast(mine, root)
@@ -301,7 +300,7 @@ class Board:
     def proposals(self, mine: Any, offer: Any) -> tuple[Any, Callable[[int], Any]]:
         """Return the rows of all ranks, one each, and the function that returns what a rank, its argument, offers.
 
-        In common memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
+        In shared memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
         Collective, and so is the function, which is to be called before the board is used again.
         """
         comm, width, end = self.comm, mine.size, mine.size + offer.size
@@ -367,6 +366,13 @@ def clear_above(t: Any, rows: Numbers, columns: Numbers, size: int) -> None:
 def turned(places: Places) -> Places:
     """Return the places of the transpose."""
     return [(columns, rows) for rows, columns in places]
+
+
+def indexer(numbers: Numbers) -> Any:
+    """Return rising numbers as a slice where they follow one another, since slices index faster; else as they are."""
+    if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 def dealt(n: int, size: int, parts: int) -> list[Numbers]:
@@ -440,7 +446,7 @@ def _layered(sizes: Mapping[str, int], shape: str, depth: int) -> Cut:
 
 
 def resting(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Places, Cut]:
-    """Return what every rank has of a matrix in a layout, and the axes along which ranks have the same."""
+    """Return the rows and columns of every rank for a matrix in a layout, and the axes along which they are equal."""
     places, copies = _resting(layout, tuple(shape), tuple(sizes.items()))
     return list(places), copies
 
@@ -559,7 +565,7 @@ class _Routes(NamedTuple):
     turns: list[tuple[list[list[Rectangle]], list[list[Rectangle]]]]
     """For every turn the places of what it gives to each rank, and of what it gets from each."""
     ends: Any
-    """For each pair of ranks and turn, where in common memory ends what goes from one to the other; None for none."""
+    """For each pair of ranks and turn, where in shared memory ends what goes from one to the other; None for none."""
 
 
 _known: dict[Any, tuple[_Routes, Any]] = {}

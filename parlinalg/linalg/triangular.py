@@ -157,7 +157,7 @@ def solved(
         return x
     longest = max((end - k for k, end in pieces), default=0)
     most = longest * (b.shape[1] + (0 if blocks else longest))  # at rest no corners are gathered
-    if not isinstance(b, np.ndarray):  # common memory is the host's
+    if not isinstance(b, np.ndarray):  # shared memory is the host's
         most = 0
     with board(down, most, b.dtype) as below, board(across, most, b.dtype) as beside:
         return _solved(below, beside, t, numbers, b, pieces, lower=lower, unit=unit, blocks=blocks)
@@ -267,9 +267,9 @@ def solved_in_common(
     grid: Grid, cuts: tuple[Cut, Cut], t: Any, b: Any, where: Sequence[range], shape: tuple[int, int], *,
     lower: bool, unit: bool,
 ) -> tuple[Any, bool] | None:  # fmt: skip
-    """Return this rank's block of the solution x of T x = b, where T rests; None without memory in common.
+    """Return this rank's block of the solution x of T x = b, where T rests; None without shared memory.
 
-    Right-hand sides, sums and solutions lie in memory that all ranks have in common.  A rank waits for the piece of the
+    Right-hand sides, sums and solutions lie in shared memory.  A rank waits for the piece of the
     solution that it needs next, or for the sums in the rows of its own piece, never for all ranks.  The ledger counts
     what `solved` receives.  Collective over all ranks, who get None together.
 

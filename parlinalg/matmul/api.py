@@ -27,7 +27,7 @@ def matmul(
     a: DistArray, b: DistArray, *, plan: Plan | None = None, alpha: complex = 1, beta: complex = 0,
     out: DistArray | None = None, layout: Layout | None = None, memory: int | str | None = None,
 ) -> DistArray:  # fmt: skip
-    """`alpha a @ b + beta out`, with NumPy's rules for shapes.
+    """Return `alpha a @ b + beta out`, with NumPy's rules for shapes.
 
     Parameters
     ----------

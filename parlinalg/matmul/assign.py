@@ -220,7 +220,7 @@ class _Chooser:
         return list(dict.fromkeys([*orders, *permutations(chosen)]))
 
     def _default(self, cuts: tuple[Cut, ...]) -> Layout:
-        """y as it rests by default: cut as at work, and by the axes of k on the longer of m's and n's pieces."""
+        """Return y as it rests by default: cut as at work, and by the axes of k on the longer of m's and n's pieces."""
         longest = max(
             range(self.nb, self.n + 1), key=lambda d: (-(-self.extents[d] // span_of(cuts[d], self.sizes)), d)
         )
@@ -247,7 +247,7 @@ class _Chooser:
 
 
 def _spread(ranks: int) -> list[int]:
-    """Ranks to look at: all, or the first, the last and others whose coordinates differ on every axis."""
+    """Return the ranks to look at: all, or the first, the last and others whose coordinates differ on every axis."""
     if ranks <= RANKS_SEEN:
         return list(range(ranks))
     stride = next(s for s in range(int(ranks * 0.618), 2 * ranks) if math.gcd(s, ranks) == 1)

@@ -1,7 +1,7 @@
 """The one function that runs a plan: operands come to work, one GEMM, and the result goes to where it rests.
 
 `A @ B` runs it, the products of the tape run it, and their backward passes run it on `plan.grad_x` and `plan.grad_w`.
-By default whole panels are gathered, between the ranks of one node in memory that they have in common: a gather is then
+By default whole panels are gathered, between the ranks of one node in shared memory: a gather is then
 one write of this rank's piece to its place in the whole, whatever dim is cut, and in a reduce-scatter each rank writes
 the terms of the others' sums where they add them.  The ledger counts the words that this stands for.  Within a limit of
 memory panels are streamed (`parlinalg.matmul.stream`).
@@ -131,7 +131,7 @@ def _plus(y: Block, bias: Block | None) -> Block:
 def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[DistArray]:
     """Provide the operand at work, within a `with` block; not to be written.
 
-    It lies in memory that the ranks of the node have in common, where that can be had.
+    It lies in memory that the ranks of the node share, where that can be had.
     """
     grid, shape, order = array.grid, array.shape, array.order
     comm = grid.comm(step.axes)
@@ -152,7 +152,7 @@ def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[Di
 def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Block:
     """Return this rank's block of y at rest, from the local product.
 
-    On one node each rank multiplies the part of y that another one keeps into memory that both have in common, so that
+    On one node each rank multiplies the part of y that another one keeps into shared memory, so that
     no rank holds the whole product; then it adds the terms of its own part, in the order of the ranks.
     """
     dtype = product.dtype
@@ -170,7 +170,7 @@ def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Blo
 def _scattered(product: DeferredGemm, dim: int, lengths: Sequence[int], memory: Block, comm: Comm) -> Block:
     """Return the sum over the ranks of this rank's part of their products, whose dim is cut in parts of these lengths.
 
-    `memory`, [to, from, elements], is what the ranks have in common.
+    `memory`, [to, from, elements], is shared by the ranks.
     """
     me, starts = comm.rank, [0, *accumulate(lengths)]
     shape = (*product.shape[:dim], lengths[me], *product.shape[dim + 1 :])

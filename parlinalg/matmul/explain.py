@@ -74,7 +74,7 @@ def _others(problem: Problem, least: int, chosen: Factors) -> list[Factors]:
 
 
 def _lost(problem: Problem, least: int, factors: Factors, chosen: Factors) -> str:
-    """Why `factors` lost against `chosen`: the first of the rule's criteria in which it is worse."""
+    """Return why `factors` lost against `chosen`: the first of the rule's criteria in which it is worse."""
     words, won = problem.words(factors), problem.words(chosen)
     moved = f"moves {float(words):,.0f} words"
     block = problem.block(factors)

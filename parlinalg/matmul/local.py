@@ -29,7 +29,7 @@ def as_matrix(block: Block, batch: int, rows: int) -> Block:
 
 
 def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
-    """`x @ w` of matrices (with leading batch dims) in `dtype`; products of 16-bit floats are summed in float32.
+    """Return `x @ w` of matrices (with leading batch dims) in `dtype`; products of 16-bit floats are summed in float32.
 
     With `out`, its float32 (or `dtype`) elements receive the product.
     """

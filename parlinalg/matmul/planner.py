@@ -80,7 +80,7 @@ def least_words(needs: Needs) -> int:
 
 
 def kernel_for(needs: Needs, limit: int | None) -> PlannedKernel | None:
-    """Whole gathered operands where they fit `limit` elements, else the stream with the fewest panels that does.
+    """Return the kernel: whole gathered operands if they fit `limit` elements, else the stream of fewest panels.
 
     Ties go to the stationary y, then x, then w.  None where nothing fits.
     """
@@ -117,7 +117,7 @@ class Problem(NamedTuple):
         return None if self.memory is None else self.memory // self.itemsize
 
     def words(self, factors: Factors) -> Fraction:
-        """W, exactly: with p = pm·pn·pk ranks, W·p = mk(pn−1) + kn(pm−1) + mn(pk−1)."""
+        """Return W, exactly: with p = pm·pn·pk ranks, W·p = mk(pn−1) + kn(pm−1) + mn(pk−1)."""
         pm, pn, pk = factors
         return Fraction(self.words_of_all(pm, pn, pk), pm * pn * pk)
 
@@ -252,7 +252,7 @@ class MatmulPlan:
         return Grid(self.sizes, comm, backend, idle=True)
 
     def explain(self, seconds: Seconds | None = None) -> str:
-        """Why this plan: words, lower bound, ratio, memory, who is idle, and the runners-up with why they lost.
+        """Return why this is the plan: words, lower bound, ratio, memory, who is idle, and why the runners-up lost.
 
         With `parlinalg.planning.machine.product_seconds(plan, machine)` also the times of this grid and of the
         runners-up.
@@ -306,7 +306,8 @@ def plan_matmul(
     """
     name, limit = _understood(dtype, memory)
     problem = Problem(
-        _number("m", m, 0), _number("n", n, 0), _number("k", k, 0), _number("ranks", ranks, 1), name, limit
+        whole_number("m", m, 0), whole_number("n", n, 0), whole_number("k", k, 0), whole_number("ranks", ranks, 1),
+        name, limit,
     )  # fmt: skip
     least = problem.least_block()
     factors = _best(problem, least)
@@ -352,7 +353,8 @@ def _too_little(problem: Problem, least: int) -> str:
     )
 
 
-def _number(name: str, value: object, least: int) -> int:
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return an argument of a planner as an int; raise a PlanError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
         raise PlanError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return value.__index__()

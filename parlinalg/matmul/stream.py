@@ -265,7 +265,7 @@ def _ahead(over: Iterator[range], *operands: Operand) -> Iterator[list[Block]]:
 def _streamed(
     plan: Plan, shape: Shape, dtype: Any, width: int, operand: Operand, dim: int, multiply: Any
 ) -> Block:  # fmt: skip
-    """y in panels along `dim`, each reduced to where it rests as soon as it is computed."""
+    """Return y in panels along `dim`, each reduced to where it rests as soon as it is computed."""
     grid = operand.grid
     work, rest = effective(plan.y_work, grid), effective(plan.y, grid)
     nested = _nested(plan.y, plan.y_work, dim, grid)

@@ -62,7 +62,7 @@ class Attention(Module):
         Keys and values come from another sequence, `context`.
     packed : bool
         Whether queries, keys and values are one product.  If not, and the scheme cuts the heads over more ranks than
-        `kv_heads`, the axes are shared out: those that fit cut the heads of keys, and the others the queries of each,
+        `kv_heads`, the axes are distributed: those that fit cut the heads of keys, and the others the queries of each,
         while they repeat the product of keys and values (see `Scheme.factored`).  If they are one product then, ranks
         beyond `kv_heads` have nothing to do in attention; rank 0 warns of it.
     keep_scores : bool
@@ -203,7 +203,7 @@ class Attention(Module):
         return ops.rotary(z, self.rotary, start=start, parts=parts, positions=now.positions)
 
     def _exchanged(self, q: Tensor, kv: Tensor | None, axes: Cut) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values with the cut of the sequence by these axes exchanged for one of the heads."""
+        """Return queries, keys and values, with these cuts of the sequence exchanged for cuts of the heads."""
         if not axes:
             return q, kv
         if self.shares and kv is not None and len(axes) == len(self._ulysses(q.grid)):
@@ -275,14 +275,14 @@ def _shares_heads(layer: Attention, grid: Grid, inner: Cut) -> bool:
 
 
 def _warn_of_idle_ranks(layer: Attention, grid: Grid, inner: Cut) -> None:
-    """A warning on rank 0 if ranks have no heads because there are fewer of keys."""
+    """Warn on rank 0 if ranks have no heads because there are fewer of keys."""
     axes = tuple(a for a in layer.scheme.inner.dims[-1] if grid.sizes[a] > 1)
     outer = tuple(a for a in axes if a not in inner)
     ranks, keys = span_of(axes, grid.sizes), min(layer.kv_heads, span_of(outer, grid.sizes))
     idle = ranks - keys * min(layer.group, ranks // span_of(outer, grid.sizes))
     if idle <= 0 or layer.group == 1 or (inner and layer.heads < ranks) or not grid.inside or grid.world.rank:
         return
-    apart = "With packed=False they share out the queries too, evenly over two axes"
+    apart = "With packed=False they distribute the queries too, evenly over two axes"
     warnings.warn(
         f"attention's {layer.heads} heads share {layer.kv_heads} heads of keys, which {ranks} ranks cut: {idle} of the "
         f"ranks have no heads. {'Take the axis as two' if inner else apart}, the outer one of at most {layer.kv_heads} "

@@ -118,7 +118,7 @@ class TransformerBlock(Module):
         self, x: Tensor, context: Tensor | None = None, *, mask: Any = None, key_padding: Any = None,
         context_padding: Any = None, cache: Any = None,
     ) -> Tensor:  # fmt: skip
-        """The residual stream after the block.
+        """Return the residual stream after the block.
 
         Parameters
         ----------
@@ -142,7 +142,7 @@ class TransformerBlock(Module):
         return self._add(x, self.norm2, self.dropout2, self.mlp)
 
     def _add(self, x: Tensor, norm: Module, dropout: Module, branch: Module, *inputs: Any, **named: Any) -> Tensor:
-        """The residual stream with a branch added."""
+        """Return the residual stream with a branch added."""
         if self.pre_norm:
             added: Tensor = x + dropout(branch(norm(x), *inputs, **named))
             return added

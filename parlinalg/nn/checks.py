@@ -14,7 +14,7 @@ from parlinalg.schemes import Scheme, as_scheme
 
 
 def whole(name: str, value: Any, least: int | None = 1) -> int:
-    """An integer, NumPy's too, of at least `least`; True and False are none."""
+    """Return an integer of at least `least`, NumPy's too; raise for others, also for True and False."""
     if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and value < least):
         limit = "" if least is None else f" of at least {least}"
         raise ConfigError(f"{name} is a whole number{limit}, not {value!r}")
@@ -22,7 +22,7 @@ def whole(name: str, value: Any, least: int | None = 1) -> int:
 
 
 def real(name: str, value: Any, least: float = 0, *, above: bool = False, below: float = math.inf) -> float:
-    """A finite number of at least `least` (or above it) and below `below`; True and False are none."""
+    """Return a finite number of at least `least` (or above it) and below `below`; raise for others, booleans too."""
     good = isinstance(value, Real) and not isinstance(value, bool)
     if not good or not (least < value or (value == least and not above)) or not value < below:
         limit = f"{'above' if above else 'of at least'} {least}{'' if below == math.inf else f' and below {below}'}"
@@ -31,7 +31,7 @@ def real(name: str, value: Any, least: float = 0, *, above: bool = False, below:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, NumPy's too."""
+    """Return True or False, NumPy's too; raise for others."""
     if not isinstance(value, bool | np.bool_):
         raise ConfigError(f"{name} is True or False, not {value!r}")
     return bool(value)

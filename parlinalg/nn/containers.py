@@ -166,15 +166,15 @@ class ModuleDict(Module):
         return key in self._modules
 
     def keys(self) -> KeysView[str]:
-        """The names, in the order in which they were added."""
+        """Return the names, in the order in which they were added."""
         return self._modules.keys()
 
     def values(self) -> ValuesView[Module]:
-        """The modules."""
+        """Return the modules."""
         return self._modules.values()
 
     def items(self) -> ItemsView[str, Module]:
-        """Pairs of a name and a module."""
+        """Return the pairs of a name and a module."""
         return self._modules.items()
 
     def pop(self, key: str) -> Module:
@@ -222,7 +222,7 @@ class Sequential(ModuleList):
         return x
 
     def layers(self) -> list[Layer]:
-        """The modules as the layers that a pipeline cuts."""
+        """Return the modules as the layers that a pipeline cuts."""
         return [Layer(name, module, (module,)) for name, module in self._modules.items()]
 
 
@@ -282,10 +282,10 @@ class MLP(Sequential):
             self.initialize(seed)
 
     def input_layout(self, ndim: int = 2) -> Layout:
-        """The layout of the input, of `ndim` dims."""
+        """Return the layout of the input, of `ndim` dims."""
         return self.scheme.for_dims(ndim).residual
 
     def output_layout(self, ndim: int = 2) -> Layout:
-        """The layout of the output."""
+        """Return the layout of the output."""
         scheme = self.scheme.for_dims(ndim)
         return scheme.inner if self.products % 2 else scheme.residual

@@ -46,7 +46,7 @@ class Dropout(Module):
         return record("dropout", data.like(drop(data.block, table)), [x], [part])
 
     def _draw(self, draws: Draws) -> random.Bernoulli:
-        """The elements kept; drawn by 16 bits each where p is not so small or large that they would not do."""
+        """Return the elements kept; drawn by 16 bits each where p is not so small or large that they would not do."""
         bits = 16 if 2**-8 <= self.p <= 1 - 2**-8 else 32
         return random.Bernoulli(
             1 - self.p, bits, seed=self.seed, name=self.name or "", call=draws.call(self.name or ""), step=draws.step,
@@ -58,7 +58,7 @@ class Dropout(Module):
 
 
 def _places(shape: tuple[int, ...], ranges: tuple[range, ...]) -> tuple[random.Indices, ...]:
-    """The indices that the elements of a block of [batch, sequence, …] have where the tokens lie in their order."""
+    """Return the indices of a block's elements [batch, sequence, …] where the tokens lie in their order."""
     positions = token_positions().positions
     if positions is None or len(shape) < 3:
         return ranges

@@ -62,8 +62,10 @@ class Embedding(Module):
         return ops.embedding(ids, self.weight, self.scheme.plan("contract", leading=ids.ndim))
 
     def logits(self, x: Tensor) -> Tensor:
-        """The head tied to the table: `x tableᵀ`, from the residual stream [..., hidden] to the inside of a block
-        [..., vocabulary] (Press and Wolf, "Using the output embedding to improve language models", 2017).
+        """Return `x tableᵀ`, the head tied to the table, from the residual stream [..., hidden].
+
+        It goes to the inside of a block, [..., vocabulary] (Press and Wolf, "Using the output embedding to improve
+        language models", 2017).
         """
         return ops.matmul(x, self.weight.T, self.scheme.plan("contract", leading=x.ndim - 1).grad_x)
 
@@ -96,7 +98,7 @@ class Positions(Module):
         )  # type: ignore[assignment]
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """x with the vectors of positions `start`, `start + 1`, … added, or of those of `sequence_positions`."""
+        """Return x with the vectors of positions `start`, `start + 1`, … added, or of those of `sequence_positions`."""
         now = token_positions()
         now.check(*x.shape[1::-1])
         return ops.add_positions(x, self.weight, start, now.within(x.shape[1], start))

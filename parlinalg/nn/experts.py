@@ -150,7 +150,7 @@ class MixtureOfExperts(Module):
 
     # ------------------------------------------------------------------ plans
     def plans(self) -> tuple[Plan, Plan]:
-        """The products' plans over [experts, groups, capacity, features]: the scheme's, in which the axes of the
+        """Return the products' plans over [experts, groups, capacity, features]: the scheme's, in which the axes of the
         experts cut nothing else."""
         n = 2 if self.gated else 1
         return _by_expert(self.scheme.plan("expand", n=n), self.axis), _by_expert(self.scheme.contract, self.axis)
@@ -162,7 +162,7 @@ class MixtureOfExperts(Module):
         return min(length, math.ceil(self.top_k * length * self.capacity_factor / self.experts - 1e-9))
 
     def way(self, batch: int, length: int) -> tuple[Way, Queues]:
-        """The way that moves the fewest words, and its queues.
+        """Return the way that moves the fewest words, and its queues.
 
         Axes of the residual stream that do not cut the products (2D's columns) are gathered for them in any case: of
         the tokens before they are sent, or of the queues, which are `top_k · capacity_factor` times as many, after.
@@ -198,7 +198,7 @@ class MixtureOfExperts(Module):
         return Plan(m=(b, s), n=((),), k=(h,), x=rest, w=Layout(h, None), y=Layout(*at.dims[:2], None))
 
     def words(self, way: Way, queues: Queues) -> float:
-        """About how many words a rank receives in a forward pass by this way, the router's aside.
+        """Return about how many words a rank receives in a forward pass by this way, without those of the router.
 
         The exchange is counted as if tokens were sent evenly; the other words are exact, for the first rank.
         """
@@ -278,7 +278,7 @@ def check(
 
 
 def _by_expert(plan: Plan, axis: Cut) -> Plan:
-    """The plan with the experts as a batch dim, cut by these axes, which cut nothing else."""
+    """Return the plan with the experts as a batch dim, cut by these axes, which cut nothing else."""
 
     def cuts(group: tuple[Cut, ...]) -> tuple[Cut, ...]:
         return tuple(tuple(a for a in cut if a not in axis) for cut in group)
@@ -299,7 +299,7 @@ def _fits(tokens: Layout, expand: Plan, contract: Plan, axis: Cut) -> bool:
 
 
 def _bias(plan: Plan) -> Layout:
-    """Biases [experts, *n], cut as y rests."""
+    """Return biases [experts, *n], cut as y rests."""
     dims = plan.y.dims
     return Layout(dims[0], *dims[1 + len(plan.m) :])
 

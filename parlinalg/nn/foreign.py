@@ -19,7 +19,7 @@ Names = Mapping[str, str | None] | Sequence[tuple[str, str | None]] | Callable[[
 
 
 def foreign(model: Module, state: Any, names: Names | None, torch: bool | None) -> dict[str, Any]:
-    """The arrays of a state under a model's names and in its shapes, as views where they can be.
+    """Return the arrays of a state under a model's names and in its shapes, as views where they can be.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def foreign(model: Module, state: Any, names: Names | None, torch: bool | None) 
 
 
 def host(value: Any) -> Any:
-    """A tensor of PyTorch, or a tensor in a file, as a NumPy array, without a copy where it lies in host memory."""
+    """Return a tensor of PyTorch or of a file as a NumPy array, without a copy if it lies in host memory."""
     if hasattr(value, "mapped"):
         return value.mapped()
     if not hasattr(value, "detach"):

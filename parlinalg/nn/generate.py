@@ -40,10 +40,12 @@ class Decoder(Protocol):
     config: dict[str, Any]
 
     def cache(self, length: int) -> Any:
-        """Room for the keys and values of so many tokens of one batch."""
+        """Return an empty cache for the keys and values of so many tokens of one batch."""
 
     def logits(self, ids: np.ndarray, cache: Any) -> np.ndarray | None:
-        """The logits [batch, vocabulary] of the token after these [batch, sequence], on the chooser.  Collective.
+        """Return the logits [batch, vocabulary] of the token after these [batch, sequence], on the chooser.
+
+        Collective.
 
         With a cache these are the tokens after those it holds, and are added to it.
         """
@@ -139,7 +141,7 @@ def generate(
 
 
 def _decoder(model: Any) -> Decoder:
-    """The model as generation sees it."""
+    """Return the model as generation sees it."""
     if hasattr(model, "decoder"):
         found: Decoder = model.decoder()
         return found
@@ -154,7 +156,7 @@ def _continue(
     decoder: Decoder, ids: np.ndarray, rows: list[int], most: int, sampling: Sampling, ends: frozenset[int],
     use_cache: bool, stream: Stream | None,
 ) -> list[np.ndarray]:  # fmt: skip
-    """The sequences that begin with prompts of one length, [rows, length]."""
+    """Return the sequences that begin with prompts of one length, [rows, length]."""
     batch, length = ids.shape
     cache = decoder.cache(length + most - 1) if use_cache else None
     every = np.concatenate([ids, np.zeros((batch, most), np.int64)], axis=1)
@@ -176,7 +178,7 @@ def _continue(
 def _next(
     decoder: Decoder, ids: np.ndarray, cache: Any, sampling: Sampling, rows: list[int], position: int
 ) -> np.ndarray:  # fmt: skip
-    """The tokens that follow; one rank chooses, so that ranks of unlike processors agree."""
+    """Return the tokens that follow; one rank chooses, so that ranks of unlike processors agree."""
     values = decoder.logits(ids, cache)
     tokens = np.empty(len(ids), np.int64)
     if isinstance(decoder.world, ImaginedComm):
@@ -193,7 +195,7 @@ def _next(
 
 
 def _prompts(input_ids: Any, most: int, config: dict[str, Any]) -> list[np.ndarray]:
-    """The prompts as arrays, once they are known to fit the model."""
+    """Return the prompts as arrays, once they are known to fit the model."""
     try:
         given = [] if isinstance(input_ids, str) else [(prompt, np.asarray(prompt)) for prompt in input_ids]
     except (TypeError, ValueError):  # no sequence, or lists of several lengths in a prompt
@@ -240,7 +242,7 @@ def _agreed(world: Comm, wanted: list[Any]) -> None:
 
 
 def placed(ids: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
-    """Ids that every rank has, cut for a model; nothing communicates."""
+    """Return ids that every rank has, cut for a model; nothing communicates."""
     part = tuple(slice(r.start, r.stop) for r in grid.block(layout, ids.shape))
     return DistArray(grid.backend.from_host(np.ascontiguousarray(ids[part])), ids.shape, layout, grid)
 

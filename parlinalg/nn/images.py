@@ -232,7 +232,7 @@ def _rectangles(m: int, n: int) -> Sequence[Band]:
 
 
 def _windows(what: str, kernel: Size, stride: Size, padding: Padding, dilation: Size) -> KernelWindows:
-    """The windows of a layer, checked."""
+    """Return the windows of a layer, checked."""
     size = _pair(f"{what}'s kernel_size", kernel, 1)
     step, spread = _pair(f"{what}'s stride", stride, 1), _pair(f"{what}'s dilation", dilation, 1)
     if padding == "same":

@@ -58,7 +58,7 @@ class Declared:
         object.__setattr__(self, "shape", tuple(int(n) for n in sizes))
 
     def make(self, seed: int, name: str) -> DistArray:
-        """The values; the same on every grid."""
+        """Return the values; the same on every grid."""
         return self.init(self, seed, name)
 
     @property

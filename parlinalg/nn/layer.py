@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(model: Module) -> list[Layer] | None:
-    """The layers that a model lists by its method `layers()`; None where it has no such method.
+    """Return the layers that a model lists by its method `layers()`; None where it has no such method.
 
     A module in the list is a layer of its own name.  Members under the name "layers", such as a `ModuleList`, do not
     say what the model does before, after and between them, and are no such list.

@@ -90,7 +90,7 @@ class Linear(Module):
             self.initialize(seed, name)
 
     def plan(self, leading: int) -> Plan:
-        """The product's plan for inputs with this many leading dims."""
+        """Return the product's plan for inputs with this many leading dims."""
         plan = self.scheme.plan(self.kind, leading=leading, k=len(self.inputs), n=len(self.outputs))
         if self.spread:
             plan = spread_axes(plan, "n" if self.kind == "expand" else "k", self.spread)

@@ -131,7 +131,7 @@ class Module:
             raise ConfigError(f"{type(self).__name__}.__init__ calls super().__init__() before it assigns {name!r}")
 
     def _known(self) -> set[int]:
-        """The identities of all modules and parameters that have names."""
+        """Return the identities of all modules and parameters that have names."""
         modules = list(self.modules())
         held = [p for m in modules for kind in (m._parameters, m._declared) for p in kind.values()]
         return {id(each) for each in (*modules, *held)}
@@ -171,7 +171,7 @@ class Module:
 
     # ------------------------------------------------------------------ members
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """This module and all within it, each once, with qualified names."""
+        """Yield this module and all within it, each once, with qualified names."""
         seen: set[int] = set()
         stack: list[tuple[str, Module]] = [(prefix, self)]
         while stack:
@@ -182,11 +182,11 @@ class Module:
                 stack.extend((_join(name, n), m) for n, m in reversed(module._modules.items()))
 
     def modules(self) -> Iterator[Module]:
-        """This module and all within it, each once."""
+        """Return this module and all within it, each once."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """All parameters, each once, with qualified names.
+        """Return all parameters, each once, with qualified names.
 
         Raises
         ------
@@ -196,19 +196,19 @@ class Module:
         return ((name, p) for name, p in self.named_state(prefix) if not isinstance(p, Buffer))
 
     def parameters(self) -> Iterator[Parameter]:
-        """All parameters, each once, in the order of their declaration."""
+        """Return all parameters, each once, in the order of their declaration."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self, prefix: str = "") -> Iterator[tuple[str, Buffer]]:
-        """All buffers, each once, with qualified names: values that no optimizer changes, such as running means."""
+        """Return all buffers, values that no optimizer changes, such as running means, with qualified names."""
         return ((name, p) for name, p in self.named_state(prefix) if isinstance(p, Buffer))
 
     def buffers(self) -> Iterator[Buffer]:
-        """All buffers, each once, in the order of their declaration."""
+        """Return all buffers, each once, in the order of their declaration."""
         return (buffer for _, buffer in self.named_buffers())
 
     def named_state(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """All parameters and buffers, each once, with qualified names: what `state_dict` and checkpoints hold.
+        """Yield all parameters and buffers, each once, with qualified names: what `state_dict` and checkpoints hold.
 
         Raises
         ------
@@ -417,7 +417,7 @@ class Module:
         return sum(int(p.block.nbytes) if isinstance(p, Parameter) else p.nbytes for p in held.values())
 
     def extra_repr(self) -> str:
-        """The module's settings, for `repr`."""
+        """Return the module's settings, for `repr`."""
         return ""
 
     def __repr__(self) -> str:
@@ -431,7 +431,7 @@ _REGISTERS = ("_parameters", "_modules", "_declared")
 
 
 def _hidden(value: Any, where: str = "") -> Iterator[tuple[str, Module | Parameter | Declared]]:
-    """The modules and parameters in a list, tuple, set or dict and those within it, with their places."""
+    """Yield the modules and parameters in a list, tuple, set or dict and those within it, with their places."""
     stack, seen = [(where, value)], set()
     while stack:
         where, value = stack.pop()

@@ -72,7 +72,7 @@ class Moment:
 
 
 def own_draws(module: Module) -> Draws | None:
-    """A copy of a module's own draws, from which it draws outside of any `training_step`."""
+    """Return a copy of a module's own draws, from which it draws outside of any `training_step`."""
     draws = module.__dict__.get("_draws")
     return draws.copy() if isinstance(draws, Draws) else None
 

@@ -48,7 +48,7 @@ class Sampling:
         whole("seed", self.seed, None)
 
     def choose(self, logits: np.ndarray, rows: Sequence[int], position: int) -> np.ndarray:
-        """The next token of each row.
+        """Return the next token of each row.
 
         Parameters
         ----------
@@ -76,7 +76,7 @@ class Sampling:
         return chosen
 
     def _draw(self, logits: np.ndarray, u: float) -> int:
-        """By logits of which the largest is 0."""
+        """Draw by logits of which the largest is 0."""
         weights = np.exp(logits)
         if self.top_k is not None or self.top_p is not None:
             order = np.argsort(-logits, kind="stable")[: self.top_k]
@@ -97,6 +97,6 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def uniform(seed: int, row: int, position: int) -> float:
-    """The number at least 0 and below 1 that a row draws at a position; on every grid the same."""
+    """Return the number at least 0 and below 1 that a row draws at a position; on every grid the same."""
     word = RandomStream(stream_key(seed, "generate", row, position)).take(0, 1)[0]
     return float(word >> np.uint64(11)) * 2.0**-53

@@ -137,7 +137,7 @@ class Packer:
 
 
 def _bytes_of(whole: np.ndarray) -> np.ndarray:
-    """The bytes of an array that owns its memory, in the order in which they lie."""
+    """Return the bytes of an array that owns its memory, in the order in which they lie."""
     order = sorted(range(whole.ndim), key=lambda d: -whole.strides[d])
     return whole.transpose(order).reshape(-1).view(np.uint8)
 

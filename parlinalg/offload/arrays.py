@@ -28,7 +28,7 @@ class Home(Protocol):
     """A file or memory in which each block has a place."""
 
     def window(self, at: int, n: int) -> np.ndarray:
-        """The n bytes of the place that begins at byte `at`; what is written there stays."""
+        """Return the n bytes of the place that begins at byte `at`; what is written there stays."""
 
 
 class DiskHome:
@@ -83,7 +83,7 @@ class HostHome:
         return self._memory[at : at + n]
 
     def close(self, *, remove: bool = True) -> None:
-        """Nothing is left to do."""
+        """Do nothing: nothing is left to do."""
 
 
 class OffloadedArray(DistArray):
@@ -158,7 +158,7 @@ class OffloadedArray(DistArray):
             backend.copy_to_host(part, flat_view(self._host())[start : start + part.size])
 
     def transpose(self, *order: Any) -> DistArray:
-        """Dims permuted: the block is a view into a window too."""
+        """Return a view with permuted dims, whose block is a view into a window too."""
         dims = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
         dims = tuple(range(self.ndim)[::-1] if not order or dims is None else dims)
         return TransposedArray(self, tuple(d % self.ndim for d in dims))
@@ -192,5 +192,5 @@ class TransposedArray(DistArray):
 
 
 def room(nbytes: int) -> int:
-    """Bytes that a place takes."""
+    """Return the bytes that a place takes."""
     return whole_pages(nbytes)

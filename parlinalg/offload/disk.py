@@ -31,12 +31,15 @@ ALIGN = 4096
 
 
 def whole_pages(n: int) -> int:
-    """The least multiple of `ALIGN` that is at least n."""
+    """Return the least multiple of `ALIGN` that is at least n."""
     return -(-n // ALIGN) * ALIGN
 
 
 def aligned(n: int, backend: Backend = NUMPY) -> np.ndarray:
-    """A host buffer of n zero bytes that begins at a multiple of `ALIGN`; page-locked where copies are faster so."""
+    """Return a host buffer of n zero bytes that begins at a multiple of `ALIGN`.
+
+    It is page-locked where copies are faster so.
+    """
     spare = backend.staging(n + ALIGN, np.uint8)
     spare[:] = 0
     start = -spare.ctypes.data % ALIGN
@@ -44,7 +47,7 @@ def aligned(n: int, backend: Backend = NUMPY) -> np.ndarray:
 
 
 def checksum(buffer: np.ndarray) -> int:
-    """A number that changes with the bytes of a contiguous buffer."""
+    """Return a number that changes with the bytes of a contiguous buffer."""
     return zlib.crc32(buffer.data)
 
 
@@ -157,7 +160,7 @@ class DiskFile:
             fail(error, "written", self.path, self.nbytes)
 
     def fileno(self) -> int:
-        """The number by which the system knows the open file."""
+        """Return the number by which the system knows the open file."""
         return self._fd
 
     def __enter__(self) -> DiskFile:
@@ -179,7 +182,7 @@ class DiskFile:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """The file opened, past the page cache if the file system can."""
+    """Return the file opened, past the page cache if the file system can."""
     if hasattr(os, "O_DIRECT"):
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600), True
@@ -190,7 +193,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def free_bytes(folder: Path) -> int:
-    """The bytes free for this user on the disk of a folder."""
+    """Return the bytes free for this user on the disk of a folder."""
     return shutil.disk_usage(folder).free
 
 
@@ -211,7 +214,7 @@ def fail(error: OSError, done: str, path: Path, needed: int) -> NoReturn:
 
 
 def process_number(comms: Sequence[Comm]) -> int:
-    """This process's number among all that were started together: files of several grids may share a folder."""
+    """Return this process's number among all that were started together: files of several grids may share a folder."""
     return comms[0].world_ranks[comms[0].rank]
 
 

@@ -163,7 +163,7 @@ class DiskStates(TiledStates, Closing):
         self._undo()
 
     def _prepare(self) -> None:
-        """Before a step: what was set since the last one, and values changed by others, become a generation.
+        """Make a generation before a step: of what was set since the last one, and of values changed by others.
 
         They go through the tile buffer: a tile that cannot be written stays there, and nothing that was set is lost.
         """
@@ -249,7 +249,7 @@ class DiskStates(TiledStates, Closing):
 
 
 def file_of(folder: Path, name: str, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the file of a rank."""
     return folder / f"{name}.{rank}.tiles"
 
 
@@ -327,7 +327,7 @@ Known = dict[tuple[str, int, str], Entry]
 
 
 def _key(row: list[Any]) -> tuple[str, int, str]:
-    """Return what tells the rows of a file's label apart: name, first element, and the state if it is at home."""
+    """Return the key of a row of a file's label: name, first element, and the state if it is at home."""
     return row[0], row[2], row[3][0] if row[6:] else ""
 
 

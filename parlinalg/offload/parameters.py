@@ -159,7 +159,7 @@ class OffloadedParameters(Closing):
         together(comms, make, f"making {self.path}", (OffloadError,))
 
     def _rest(self, value: DistArray) -> DistArray:
-        """The value, moved to its place."""
+        """Return the value, moved to its place."""
         assert self._home is not None
         made = self._new(value.dtype, value.shape, value.layout, value.grid)
         made.put(value.block.reshape(-1))

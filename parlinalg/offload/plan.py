@@ -299,5 +299,5 @@ def _chosen(places: dict[str, str | None]) -> dict[str, str]:
 
 
 def kept(loss: Tensor) -> int:
-    """The bytes that the backward pass from a loss holds on this rank."""
+    """Return the bytes that the backward pass from a loss holds on this rank."""
     return sum(row.nbytes for row in saved(loss))

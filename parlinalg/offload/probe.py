@@ -49,7 +49,7 @@ class ProbeStore(InMemory):
         return away
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class ActivationProbe(OffloadedActivations):

@@ -147,14 +147,14 @@ class TileLayout:
         return entry.key in self._of
 
     def of(self, entry: Entry) -> Iterator[Piece]:
-        """The pieces of an entry."""
+        """Yield the pieces of an entry."""
         if not entry.size or not (entry.names or self.has(entry)):
             return
         group, start = self._found(entry)
         yield from _cut(group, start, entry.size)
 
     def of_run(self, run: Run) -> Iterator[tuple[Piece, Run]]:
-        """The pieces of a run, each as the run of its elements, still without states."""
+        """Yield the pieces of a run, each as the run of its elements, still without states."""
         group, start = self._found(run.entries[0])
         ends = np.cumsum([e.size for e in run.entries])
         for piece in _cut(group, start, int(ends[-1])):
@@ -182,7 +182,7 @@ def _kind(entry: Entry) -> tuple[int, tuple[str, ...], np.dtype[Any], np.dtype[A
 
 
 def _cut(group: TileGroup, start: int, size: int) -> Iterator[Piece]:
-    """Elements from `start` on, tile by tile."""
+    """Yield the elements from `start` on, tile by tile."""
     at = 0
     while at < size:
         tile, inside = divmod(start + at, group.per_tile)
@@ -249,7 +249,7 @@ class TiledStates(ABC):
             pass
 
     def _arrive(self, piece: Piece, name: str, buffer: np.ndarray) -> Block:
-        """A piece of a state as the optimizer changes it: in the buffer, or on the device."""
+        """Return a piece of a state as the optimizer changes it: in the buffer, or on the device."""
         group = piece.group
         view = group.state(buffer, name)[piece.inside]
         if group.backend.host_memory:
@@ -262,7 +262,7 @@ class TiledStates(ABC):
         return block
 
     def _leave(self, piece: Piece, run: Run, buffer: np.ndarray) -> None:
-        """The optimizer is done with a piece."""
+        """Take a piece back, with which the optimizer is done."""
         group = piece.group
         if not group.backend.host_memory:
             for name, block in run.states.items():
@@ -276,7 +276,7 @@ class TiledStates(ABC):
         """Return a tile as a host buffer, valid until the next call; with `write`, changes to it are kept."""
 
     def read(self, entry: Entry, name: str) -> Block:
-        """A state of an entry as a flat block."""
+        """Return a state of an entry as a flat block."""
         host = np.empty(entry.size, entry.dtype)
         for piece in self.layout.of(entry):
             host[piece.part] = piece.group.state(self.tile_buffer(piece.tile, write=False), name)[piece.inside]
@@ -316,7 +316,7 @@ class HostStates(TiledStates):
         return self._tiles[tile]
 
     def complete(self, steps: int) -> None:
-        """Nothing is left to do."""
+        """Do nothing: nothing is left to do."""
 
     def undo(self) -> None:
         """Leave everything as it is."""

@@ -47,7 +47,7 @@ class Store(Protocol):
         """Begin to bring bytes back."""
 
     def get(self, away: OffloadedBytes) -> np.ndarray:
-        """The bytes, which are not to be written to."""
+        """Return the bytes, which are not to be written to."""
 
     def close(self) -> None:
         """End it."""
@@ -137,7 +137,7 @@ class DiskStore:
         return raw
 
     def _read(self, offset: int, nbytes: int, written: Future[int]) -> np.ndarray:
-        """The bytes, once they are written; the thread has no hand on their place, which is free when they are used."""
+        """Return the bytes, once they are written; their place, on which the thread has no hand, is free once used."""
         crc = written.result()
         raw = np.empty(nbytes, np.uint8)
         for at in range(0, nbytes, self._at_a_time):
@@ -162,7 +162,7 @@ class InMemory:
     """A store whose arrays have their bytes at hand."""
 
     def soon(self, away: OffloadedBytes) -> None:
-        """It is there."""
+        """Do nothing: it is there."""
 
     def get(self, away: OffloadedBytes) -> np.ndarray:
         assert away.hold is not None

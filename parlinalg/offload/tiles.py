@@ -78,7 +78,7 @@ class TileFile:
 
     @classmethod
     def open(cls, path: Path) -> TileFile:
-        """A file that an earlier process left, at its last complete generation.
+        """Open the file that an earlier process left, at its last complete generation.
 
         Raises
         ------
@@ -133,7 +133,7 @@ class TileFile:
         self.generation, self.note, self._rows = max(found, key=lambda t: t[0])
 
     def _read_table(self, which: int) -> tuple[int, dict[str, Any], np.ndarray] | None:
-        """Generation, note and rows of a table; None where it is half written."""
+        """Return the generation, the note and the rows of a table; None if it is half written."""
         table = self._table
         self.file.read(table, self._head + which * self._room)
         head = table[: TABLE.itemsize].view(TABLE)[0]
@@ -255,7 +255,7 @@ class Stream:
         self._writers = ThreadPoolExecutor(1, "parlinalg-offload-write")
 
     def iterate_tiles(self, tiles: Sequence[int], read: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The tiles in this order, each once, in a buffer that is the caller's until the next is asked for.
+        """Yield the tiles in this order, each once, in a buffer that is the caller's until the next is asked for.
 
         Its first `read` bytes are read; what it then holds is written.  A caller that breaks off leaves the tile it
         had unwritten.  At the end everything is written, or an error raised.

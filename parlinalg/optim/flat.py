@@ -38,7 +38,7 @@ class FlatOptions(TypedDict, total=False):
 
 
 def value_state(names: Iterable[str]) -> str | None:
-    """Return which of these states values are rounded from, if one is."""
+    """Return the state from which values are rounded, if one of these is."""
     return "master" if "master" in names else None
 
 
@@ -262,7 +262,7 @@ class FlatParameters:
         self.groups, self.master, self.by_parts = groups, master_dtype(master), by_parts
         self.entries: list[Entry] = []
         self.homes: list[Entry] = []
-        self._told: list[Any] = []
+        self._asked: list[Any] = []
         self.states: States = InMemory()
         self.check_shared()
 
@@ -307,8 +307,8 @@ class FlatParameters:
         numbers = self.numbers()
         fewer = len(old) != len(parameters) or not old
         fewer = fewer or not all(set(names[numbers[id(e.parameter)]]) <= set(e.names) for e in old)
-        told = [(id(h.parameter), h.name, h.shape, h.dtype, h.home) for h in homes]
-        if fewer or told != self._told or not all(e.shared for e in old):
+        asked = [(id(h.parameter), h.name, h.shape, h.dtype, h.home) for h in homes]
+        if fewer or asked != self._asked or not all(e.shared for e in old):
             self.check_shared()
             kept = self._kept([*old, *self.homes])
             entries = flatten(parameters, names, self.master, numbers)
@@ -317,7 +317,7 @@ class FlatParameters:
                 entry.homed = id(entry.parameter) in whole
             mine = [h.entry for h in homes if h.entry is not None]
             self.states.make([*entries, *mine])
-            self.entries, self.homes, self._told = entries, mine, told
+            self.entries, self.homes, self._asked = entries, mine, asked
             self.where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
         elif any(e.parameter.data is not e.data for e in old):
             order = [e.parameter for e in old]
@@ -348,7 +348,7 @@ class FlatParameters:
         return {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
 
     def _kept(self, old: list[Entry]) -> dict[tuple[int, str], Block]:
-        """The states of the elements that this rank updates from now on."""
+        """Return the states of the elements that this rank updates from now on."""
         kept = {}
         for entry in old:
             storage, data = entry.parameter.storage, entry.parameter.data
@@ -536,7 +536,7 @@ def master_dtype(master: bool | Any) -> np.dtype[Any] | None:
 
 
 def states_of(dtype: np.dtype[Any], master: np.dtype[Any] | None) -> tuple[np.dtype[Any], bool]:
-    """The dtype of the states of parameters of `dtype`, and whether a master is one of them."""
+    """Return the dtype of the states of parameters of `dtype`, and whether a master is one of them."""
     if master is not None and master.itemsize > dtype.itemsize:
         return master, True
     return work_dtype(dtype), False
@@ -561,7 +561,7 @@ def _move(group: Order) -> None:
 
 
 def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
-    """The parameters in the order of their gradients in memory, those without one in reverse."""
+    """Return the parameters in the order of their gradients in memory, those without one in reverse."""
     bases: dict[int, int] = {}
 
     def place(indexed: tuple[int, Parameter]) -> tuple[float, int]:
@@ -579,7 +579,7 @@ def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
 
 
 def runs(entries: Sequence[Entry]) -> Iterator[Run]:
-    """The entries that have gradients and are not empty, joined where they and their gradients lie side by side.
+    """Yield the entries that have gradients and are not empty, joined where they and their gradients lie side by side.
 
     Values and gradients that come from a disk are asked for a run at a time.
     """
@@ -604,7 +604,7 @@ def _run(chain: Sequence[tuple[Entry, Block, Block]]) -> Run:
 
 
 def segments(run: Run) -> Iterator[tuple[Entry, slice, int]]:
-    """The entries of a run, where their elements lie in it, and which of an entry's is the first."""
+    """Yield the entries of a run, where their elements lie in it, and which of an entry's is the first."""
     at, skipped = 0, run.at
     for entry in run.entries:
         n = min(entry.size - skipped, run.g.size - at)

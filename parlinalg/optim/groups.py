@@ -42,7 +42,7 @@ class Option(Generic[Value]):
 
 
 def groups_of(given: Any, defaults: Mapping[str, Any]) -> list[Group]:
-    """The parameter groups of what an optimizer is given, each with all options.
+    """Return the parameter groups of what an optimizer is given, each with all options.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def groups_of(given: Any, defaults: Mapping[str, Any]) -> list[Group]:
 
 
 def group_of(given: Any, number: int, defaults: Mapping[str, Any]) -> Group:
-    """A parameter group with all options, from a dict."""
+    """Return a parameter group with all options, from a dict."""
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"parameter group {number} is a {type(given).__name__} among dicts: give a list of dicts, or of parameters"

@@ -44,7 +44,10 @@ class Layerwise(Optimizer):
                 self.move(run, part, rates[id(entry.parameter)])
 
     def norms(self, squares: Sequence[Sequence[Any]]) -> list[tuple[float, float]]:
-        """The two norms of each parameter from this rank's sums of squares, None where it counts none.  Collective."""
+        """Return the two norms of each parameter from this rank's sums of squares, None where it counts none.
+
+        Collective.
+        """
         twice = [*self.parameters, *self.parameters]
         totals = np.sqrt(sums_over_ranks(twice, [pair[0] for pair in squares] + [pair[1] for pair in squares]))
         n = len(self.parameters)
@@ -52,7 +55,7 @@ class Layerwise(Optimizer):
 
     @abstractmethod
     def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
-        """The sums of squares behind the two norms, of a part of a run; takes what is new into the states."""
+        """Return the sums of squares behind the two norms, of a part of a run; takes what is new into the states."""
 
     @abstractmethod
     def ratio(self, value: float, other: float) -> float:

@@ -79,7 +79,7 @@ class Matrix:
 
 
 def split_of(p: Parameter) -> tuple[int, int]:
-    """Return how a parameter that is updated as a matrix is one; see `Parameter.matrix`."""
+    """Return the numbers of batch dims and of input dims of a parameter that is updated as matrices."""
     return (0, 1) if p.matrix is None else p.matrix
 
 
@@ -306,7 +306,7 @@ class Exchange:
 
 
 def _through(rows: Sequence[Sequence[_Copy]], me: int, buffer: Block) -> Iterator[tuple[Block, _Copy]]:
-    """The rectangles of a packed buffer, but for this rank's own, with what they are."""
+    """Yield the rectangles of a packed buffer, but for this rank's own, with what they are."""
     at = 0
     for rank, copies in enumerate(rows):
         for c in copies if rank != me else ():

@@ -126,7 +126,7 @@ class Matrixwise(Optimizer):
         return sum(rest[grid] + work[grid] + max(moved[grid], largest[grid]) for grid in rest)
 
     def _hidden(self) -> Iterator[tuple[Parameter, int]]:
-        """The parameters that are updated as matrices, with the bytes of an element of their states."""
+        """Yield the parameters that are updated as matrices, with the bytes of an element of their states."""
         for group in self.param_groups:
             for p in group["params"] if group["matrices"] else ():
                 yield p, states_of(p.dtype, self.flat.master)[0].itemsize
@@ -185,7 +185,7 @@ class Matrixwise(Optimizer):
 
     @abstractmethod
     def measure(self, run: Run, part: slice, out: Block) -> None:
-        """Take what is new in a part of a run into the states, and write what `directions` needs of it to `out`."""
+        """Update the states by the gradients of a part of a run, and write to `out` what `directions` needs of it."""
 
     @abstractmethod
     def directions(self, entries: Sequence[Entry], buffer: Block) -> None:
@@ -203,7 +203,7 @@ class Matrixwise(Optimizer):
         """Raise an error on all ranks if `directions` met one on any."""
 
     def scale(self, matrix: Matrix | None) -> float:
-        """Return what the learning rate of a parameter is multiplied by; the matrix is one of its, if it has any."""
+        """Return the factor of the learning rate of a parameter; `matrix` is its first, or None without elements."""
         return 1.0
 
     def changed(self, entries: Sequence[Entry], grid: Grid) -> bool:

@@ -175,7 +175,7 @@ class Execution(ABC):
 
     @abstractmethod
     def at_work(self) -> list[Slots]:
-        """Return what every rank has at work."""
+        """Return the parts of matrices that every rank has at work."""
 
     @cached_property
     def bring(self) -> Exchange:
@@ -218,7 +218,7 @@ class AtHome(Execution):
         return sum(s.overlap(m.rect) for s in self.team.rest[rank] if s.tensor == m.tensor)
 
     def cost(self) -> Cost:
-        """The flops of the fullest home; its elements in, and those of the fullest rest out."""
+        """Return the flops of the fullest home; its elements in, and those of the fullest rest out."""
         ranks = self.grid.size
         work, elements = [0] * ranks, [0] * ranks
         for m, home in zip(self.team.matrices, self.homes, strict=True):
@@ -244,8 +244,11 @@ class ByGram(Execution):
     NAME = "gram"
 
     def cost(self) -> Cost:
-        """A rank's share of the products with X, and A² of all matrices; its share of the elements in, the fullest rest
-        out, and twice the elements of all Gram matrices a step."""
+        """Return the flops and words of a rank.
+
+        Flops are its share of the products with X, and A² of all matrices; words its share of the elements in, the
+        fullest rest out, and twice the elements of all Gram matrices a step.
+        """
         ranks, matrices = self.grid.size, self.team.matrices
         work = sum(self.team.steps(m) * flops(m.short, -(-m.long // ranks)) for m in matrices)
         words = sum(m.size for m in matrices) // ranks + max(map(extent, self.team.rest))
@@ -304,7 +307,7 @@ class OnGrid(Execution):
         ]
 
     def cost(self) -> Cost:
-        """The products' flops and words by their plans, and the gather of what ZeRO shares."""
+        """Return the products' flops and words by their plans, and the gather of what ZeRO shares."""
         sizes, at = self.grid.sizes, dict.fromkeys(self.grid.axes, 0)
         work, calls = 0, 2 if self.grid.size > 1 else 0
         words = sum(_elements(e, sizes, at) for e in self.team.entries if e.partition.axes)

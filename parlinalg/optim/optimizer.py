@@ -201,7 +201,7 @@ class Optimizer(ABC):
         self.flat.place(states)
 
     def arrange(self) -> list[Entry]:
-        """Return what this rank updates, with states.  Collective over the axes along which ranks share it anew."""
+        """Return the entries that this rank updates, with states.  Collective over axes that newly share them."""
         return self.flat.arrange([self.states_of(group) for group in self.param_groups], self.home_states())
 
     @classmethod
@@ -221,8 +221,10 @@ class Optimizer(ABC):
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, learning rate, the options of the parameter groups with their parameters' names ("param_groups"), and
-        for each parameter's name its states as global NumPy arrays ("states").  Collective.
+        """Return the state: steps, learning rate, parameter groups and states.  Collective.
+
+        The groups ("param_groups") have their options and the names of their parameters; the states ("states") are
+        global NumPy arrays by the name of the parameter.
 
         Raises
         ------
@@ -238,7 +240,7 @@ class Optimizer(ABC):
         return {"steps": self.steps, "lr": self.lr, "param_groups": groups, "states": states}
 
     def options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group, without its parameters: what JSON can carry."""
+        """Return the options of each parameter group, without its parameters: what JSON can carry."""
         return [{name: value for name, value in g.items() if name != "params"} for g in self.param_groups]
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -259,16 +261,16 @@ class Optimizer(ABC):
             group.update({n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
 
     def _by_parameter(self) -> dict[int, str]:
-        """The names of the parameters, by their identities."""
+        """Return the names of the parameters, by their identities."""
         return {id(entry.parameter): name for name, entry in self.flat.named().items()}
 
     def _names(self) -> list[list[str]]:
-        """The names of each group's parameters."""
+        """Return the names of each group's parameters."""
         numbers = {id(p): str(i) for i, p in enumerate(self.parameters)}
         return [[p.name or numbers[id(p)] for p in group["params"]] for group in self.param_groups]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, on any grid: the global arrays, on every rank.  Collective.
+        """Load the state that `state_dict` gave on any grid: the global arrays, on every rank.  Collective.
 
         Raises
         ------
@@ -296,7 +298,7 @@ class Optimizer(ABC):
             self.lr = float(state["lr"])
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays of a saved state by parameter and state, if they are those that this optimizer has."""
+        """Return the arrays of a saved state by parameter and state, if they are those that this optimizer has."""
         missing = [key for key in ("steps", "lr", "states") if key not in state]
         if missing:
             raise ConfigError(

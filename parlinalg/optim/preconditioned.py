@@ -35,7 +35,7 @@ NOTHING = 2.0**-40
 
 @dataclass
 class Brought:
-    """How matrices come home and their directions go back: the exchanges, and what this rank has at home."""
+    """The exchanges that bring matrices home and their directions back, and the slots that this rank has at home."""
 
     bring: Exchange
     back: Exchange
@@ -45,9 +45,9 @@ class Brought:
 class Preconditioned(Matrixwise):
     """An optimizer that keeps its states of a parameter's matrices at one home rank, and computes their steps there.
 
-    The parameters are shared out over all ranks of their grid, so that all have about the same to do; a step brings the
-    gradients home by one all-to-all, and the directions back by another.  Home states that are offloaded come to memory
-    one parameter at a time.
+    The parameters are distributed over all ranks of their grid, so that all have about the same to do.  A step brings
+    the gradients home by one all-to-all, and the directions back by another.  Home states that are offloaded come to
+    memory one parameter at a time.
     """
 
     max_precond_dim = Option[int]()
@@ -332,10 +332,7 @@ class Shampoo(Preconditioned):
     def direct(self, g: Block, states: dict[str, Block], step: int, group: Group) -> Block:
         beta2, momentum = group["beta2"], group["momentum"]
         sides = [side for side in ("left", "right") if side in states]
-        for side in sides:
-            a = states[side]
-            a *= beta2
-            a += (1.0 if beta2 == 1 else 1 - beta2) * (g @ g.T if side == "left" else g.T @ g)
+        accumulate(g, states, sides, beta2)
         if (step - 1) % group["precondition_frequency"] == 0:
             correction = 1.0 if beta2 == 1 else 1 - beta2**step
             for side in sides:
@@ -425,7 +422,7 @@ class SOAP(Preconditioned):
     def direct(self, g: Block, states: dict[str, Block], step: int, group: Group) -> Block:
         xp, (beta1, beta2), sides = namespace(g), group["betas"], [s for s in ("left", "right") if s in states]
         if step == 1:
-            self._accumulate(g, states, sides, beta2)
+            accumulate(g, states, sides, beta2)
             if not finite(g):
                 for side in sides:
                     states[f"{side}_basis"][...] = math.nan
@@ -445,7 +442,7 @@ class SOAP(Preconditioned):
         square += (1 - beta2) * turned * turned
         rate = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         d = rate * self._turned_back(self._turned(mean, states) / (xp.sqrt(square) + group["eps"]), states)
-        self._accumulate(g, states, sides, beta2)
+        accumulate(g, states, sides, beta2)
         if t % group["precondition_frequency"] == 0:
             for side in sides:
                 self._refresh(states, side)
@@ -457,13 +454,6 @@ class SOAP(Preconditioned):
         if not has_values(values):
             return len(values) - (not backend_of(values).assume("conditioned", "the rank of a gradient"))
         return int((values > limit * values[:1]).sum())
-
-    @staticmethod
-    def _accumulate(g: Block, states: dict[str, Block], sides: Sequence[str], beta: float) -> None:
-        for side in sides:
-            a = states[side]
-            a *= beta
-            a += (1 - beta) * (g @ g.T if side == "left" else g.T @ g)
 
     @staticmethod
     def _refresh(states: dict[str, Block], side: str) -> None:
@@ -504,6 +494,14 @@ class SOAP(Preconditioned):
     def _turned_back(x: Block, states: dict[str, Block]) -> Block:
         x = states["left_basis"] @ x if "left" in states else x
         return x @ states["right_basis"].T if "right" in states else x
+
+
+def accumulate(g: Block, states: dict[str, Block], sides: Sequence[str], beta: float) -> None:
+    """Add a gradient to the preconditioners of these sides: to running means, or with `beta` = 1 to sums."""
+    for side in sides:
+        a = states[side]
+        a *= beta
+        a += (1.0 if beta == 1 else 1 - beta) * (g @ g.T if side == "left" else g.T @ g)
 
 
 def finite(a: Block) -> bool:

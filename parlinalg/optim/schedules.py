@@ -132,7 +132,7 @@ class Scheduler:
         return self.base * self.schedule(self.steps)
 
     def step(self) -> None:
-        """Say that a step was made."""
+        """Count a step."""
         self.steps += 1
         self._set()
 
@@ -144,7 +144,7 @@ class Scheduler:
             group["lr"] = base * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps made, and the base rates."""
+        """Return the number of steps made, and the base rates."""
         return {"steps": self.steps, "base": self.base, "bases": list(self.bases)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

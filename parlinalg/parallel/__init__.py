@@ -1,4 +1,4 @@
-"""Gradients across ranks: summed in buckets during the backward pass, shared out (ZeRO), and clipped.
+"""Gradients across ranks: summed in buckets during the backward pass, sharded (ZeRO), and clipped.
 
 A model trains by ZeRO, stage 1 or 2, so:
 

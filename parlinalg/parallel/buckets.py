@@ -108,7 +108,7 @@ class Bucket:
 
     @property
     def scatter(self) -> Cut:
-        """The axes over which the sums are shared out."""
+        """The axes over which the sums are distributed."""
         return self.policy.scatter
 
     @property
@@ -151,7 +151,7 @@ class Bucket:
         return self._starts[key]
 
     def storage(self) -> Block:
-        """The data; made if there is none."""
+        """Return the data; made if there is none."""
         if self.data is None:
             spare = self.pool.pop() if self.pool else None
             if spare is None or spare.size < self.size:
@@ -161,7 +161,7 @@ class Bucket:
         return self.data
 
     def share(self) -> None:
-        """Put the data into memory that ranks have in common, if all that sum it are on one node.  Collective."""
+        """Put the data into shared memory, if all that sum it are on one node.  Collective."""
         if self.axes and not self.scatter and self.grid.inside and self.grid.backend.host_memory:
             self.data = terms(self.grid.comm(self.axes), self.size, self.dtype)
 
@@ -191,7 +191,7 @@ def floats(dtype: Any) -> np.dtype[Any]:
 def in_order(
     items: Sequence[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], first: int, limit: int
 ) -> Iterator[list[T]]:
-    """The items of each bucket: those with one key, in their order, until they have so many bytes.  Pure.
+    """Yield the items of each bucket: those with one key, in their order, until they have so many bytes.  Pure.
 
     The first bucket of each key is full from `first` bytes on, the others from `limit`.  Buckets come in the order in
     which their last items do.

@@ -19,7 +19,9 @@ from parlinalg.grid import Grid
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
-    """The 2-norm of all gradients together, each element counted once.  Collective over the grids of the parameters.
+    """Return the 2-norm of all gradients together, each element counted once.
+
+    Collective over the grids of the parameters.
 
     An element is counted by the rank at coordinate 0 of every axis that neither cuts nor shards it; a parameter that
     occurs twice counts once; one without a gradient counts as zeros.  The sum is in float64.
@@ -54,7 +56,9 @@ def examine(
     parameters: Iterable[Parameter], scale: float = 1.0, *, over: Comm | None = None,
     owns: Callable[[Parameter], bool] | None = None,
 ) -> Gradients:  # fmt: skip
-    """The norm of all gradients, and whether they are finite: one pass, one all-reduce of two numbers.  Collective.
+    """Return the norm of all gradients, and whether they are finite: one pass, one all-reduce of two numbers.
+
+    Collective.
 
     Every rank looks at all that it holds, shards of ZeRO or whole blocks, copies too: what is wrong in one rank's copy
     is known to all.  The last backward pass must have settled them.

@@ -141,7 +141,7 @@ class WeightGatherer:
             grid.polled[:] = [each for each in grid.polled if each is not self]
 
     def gather(self, parameter: Parameter, work: Layout) -> Block:
-        """The parameter's block at work.  Collective; all ranks ask for the same in the same order."""
+        """Return the parameter's block at work.  Collective; all ranks ask for the same in the same order."""
         want = Want(self.number[id(parameter)], work)
         block, backward = self.block_of[want.number], walking() is not None
         if self._place is None or (self._place.backward, self._place.block) != (backward, block):
@@ -247,8 +247,9 @@ class WeightGatherer:
 
 
 def _blocks(model: Module) -> list[tuple[Module, ...]]:
-    """The modules of each block: those of the layers that the model lists, else its members, and of members that are
-    lists or dicts of modules theirs."""
+    """Return the modules of each block: those of the layers that the model lists, else its members, and of members that
+    are lists or dicts of modules theirs.
+    """
     layers = layers_of(model)
     if layers is not None:
         return [layer.modules for layer in layers]

@@ -109,7 +109,7 @@ class MemoryTable:
 
 
 def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory = NOTHING) -> MemoryTable:
-    """Return what a rank holds with nothing offloaded, the largest over all ranks of its grid.  Collective."""
+    """Return the memory of a rank with nothing offloaded, the largest over all ranks of its grid.  Collective."""
     parameters = list(model.parameters())
     mine = dict.fromkeys((each.name for each in fields(MemoryTable)), 0)
     numbers, moves = optimizer.flat.numbers(), 0
@@ -168,7 +168,7 @@ def table(
     sizes: Mapping[str, int] | None = None, coords: Mapping[str, int] | None = None, first_bucket: int = MIB,
     bucket: int = 25 * MIB,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes at rest on one rank: of the values, the gradients and the optimizer's states of its parts.
+    """Return the bytes at rest on one rank: of the values, the gradients and the optimizer's states of its parts.
 
     With Ψ parameters on N ranks, v bytes a value and gradient and s a state: v Ψ + v Ψ + k s Ψ where nothing is shared;
     ZeRO-1 v Ψ + v Ψ + k s Ψ/N; ZeRO-2 v Ψ + (v + k s) Ψ/N; ZeRO-3 (2 v + k s) Ψ/N.  For 16-bit values with float32

@@ -235,7 +235,7 @@ class GradientReducer:
         self._arrived.clear()
 
     def _partial(self, parameter: Parameter, layout: Layout) -> Cut:
-        """The axes over which a gradient is one of the terms of a sum."""
+        """Return the axes over which a gradient is one of the terms of a sum."""
         always = self._policies[id(parameter)].always
         return tuple(a for a in _union(layout.partial, always) if parameter.grid.sizes[a] > 1)
 
@@ -404,5 +404,5 @@ def replaceable(reducer: Reducer | None) -> bool:
 
 
 def _union(first: Cut, second: Cut) -> Cut:
-    """The axes of both, each once."""
+    """Return the axes of both, each once."""
     return tuple(dict.fromkeys((*first, *second)))

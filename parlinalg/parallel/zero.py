@@ -142,7 +142,7 @@ class SharedValues:
                 bucket.values = arrays.get(address(bucket.values), bucket.values)
 
     def leave(self) -> None:
-        """Every rank updates the whole parameters again."""
+        """Let every rank update the whole parameters again."""
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.parameter.storage.owner is self:
@@ -150,7 +150,7 @@ class SharedValues:
 
 
 def _view(bucket: Bucket, slot: Slot) -> Block:
-    """A parameter's place among the values."""
+    """Return a parameter's place among the values."""
     if bucket.values is None:
         bucket.values = bucket.grid.backend.empty(bucket.size, bucket.dtype)
         label_memory(bucket.values, "weights")

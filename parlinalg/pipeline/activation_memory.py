@@ -22,7 +22,7 @@ SMALL = 1 << 16  # bytes of arrays that are not offloaded
 
 
 def activation_memory(worker: Worker, batches: Mapping[int, Batch], task: Task, rows: int) -> ActivationMemory:
-    """Return what this rank keeps in a step; see `Worker.activation_memory`.  Collective."""
+    """Return the memory of activations of this rank in a step; see `Worker.activation_memory`.  Collective."""
     schedule, rank = worker.schedule, worker.topology.rank
     found = {n: _probed(worker, batch, task, SMALL * n // max(n, rows)) for n, batch in batches.items()}
     forward = {n: run.after_forward for n, run in found.items()}
@@ -124,5 +124,5 @@ class ProbeRun(ScheduleRun):
         del self.in_flight[unit]
 
     def measure(self, unit: Unit) -> ActivationMemory:
-        """Return what a microbatch of a chunk keeps now."""
+        """Return the memory that a microbatch of a chunk keeps now."""
         return self.probe.measure(self.in_flight[unit].holders(), self.away[unit])

@@ -20,10 +20,11 @@ from parlinalg.pipeline.p2p import tree_flatten, tree_unflatten
 from parlinalg.random.draws import training_step
 
 ROUNDS = 3
+"""Passes that are measured, after one that is not; the shortest counts."""
 
 
 def parameters_of(layers: Sequence[Layer]) -> list[float]:
-    """The elements of the parameters of each layer, on all ranks together; known before they are made."""
+    """Return the elements of the parameters of each layer, on all ranks together; known before they are made."""
     found = []
     for layer in layers:
         held = {id(p): p for own in layer.modules for m in own.modules() for p in m._parameters.values()}
@@ -32,7 +33,7 @@ def parameters_of(layers: Sequence[Layer]) -> list[float]:
 
 
 def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list[float]:
-    """The floating-point operations of a forward and backward pass of each layer.
+    """Return the floating-point operations of a forward and backward pass of each layer.
 
     A model may know them, by `layer_flops(batch, sequence)`; of others the products count.
 
@@ -66,8 +67,8 @@ def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list
     return found
 
 
-def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm, rounds: int = ROUNDS) -> list[float]:
-    """The seconds of a forward and backward pass of each layer, on the slowest rank.  Collective.
+def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm) -> list[float]:
+    """Return the seconds of a forward and backward pass of each layer, on the slowest rank.  Collective.
 
     Every pipeline rank measures every layer, on its own grid; layers without values get some meanwhile, one layer at a
     time.
@@ -80,8 +81,6 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
         What the first layer takes.
     world : Comm
         All ranks, which learn the same.
-    rounds : int
-        Passes that are measured, after one that is not; the shortest counts.
     """
     found, x = [], sample
     for layer in layers:
@@ -89,7 +88,7 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
         bare = [m for m in modules.values() if not all(isinstance(p, Parameter) for p in m._parameters.values())]
         model.initialize(model.seed, only=bare)
         best, y = math.inf, None
-        for i in range(rounds + 1):
+        for i in range(ROUNDS + 1):
             form, inputs = tree_flatten(x)
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
             whole = tree_unflatten(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
@@ -112,12 +111,12 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
 
 
 def _plain(tensor: Tensor, given: Any) -> Any:
-    """Ids as the layer takes them: an array where the sample is one."""
+    """Return ids as the layer takes them: an array where the sample is one."""
     return tensor.data if isinstance(given, DistArray) else tensor
 
 
 def backward_of(outputs: Sequence[Tensor]) -> None:
-    """A backward pass from all outputs at once, with any gradient."""
+    """Run a backward pass from all outputs at once, with any gradient."""
     roots = [t for t in outputs if t.requires_grad]
     if len(roots) == 1 and not roots[0].layout.partial:
         roots[0].backward(roots[0].data)

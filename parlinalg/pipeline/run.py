@@ -93,7 +93,7 @@ class InFlight:
             walk.run_parameters()
 
     def holders(self) -> list[Node | Walk]:
-        """Return what keeps arrays for later passes: nodes of the tape, or the walk with deferred gradients."""
+        """Return the holders of arrays for later passes: nodes of the tape, or the walk with deferred gradients."""
         if self._walk is not None:
             return [self._walk]
         roots = [*(node for node in self.outputs if node is not None), *(node for node, _ in self.terms)]

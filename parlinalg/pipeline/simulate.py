@@ -466,7 +466,7 @@ def _deadlock(schedule: Schedule, waits: Mapping[int, Instruction]) -> str:
 
 
 def shifted(schedule: Schedule, measured: Iterable[Sequence[object]]) -> tuple[Span, ...]:
-    """Measured spans as if the first one of all ranks began at 0."""
+    """Return measured spans as if the first one of all ranks began at 0."""
     spans = [Span(*m) for m in measured]  # type: ignore[arg-type]
     for span in spans:
         if not 0 <= span.rank < schedule.ranks or not 0 <= span.chunk < len(schedule.chunks[span.rank]):

@@ -117,7 +117,7 @@ class TiedParameters:
         return [self._span(tie) for tie in self._mine]
 
     def _span(self, tie: TiedParameter) -> list[int]:
-        """The elements of its block that this rank updates."""
+        """Return the elements of its block that this rank updates."""
         p = self.named[tie.name]
         return list(p.storage.partition(p.data)[:2])
 
@@ -197,7 +197,7 @@ def _holders(stages: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
 
 
 def _buckets(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
-    """Parameters whose gradients, of one dtype, are summed together."""
+    """Yield parameters whose gradients, of one dtype, are summed together."""
     found: dict[str, list[Parameter]] = {}
     nbytes: dict[str, int] = {}
     for p in parameters:

@@ -155,7 +155,7 @@ def _planned(
 
 
 def said(plan: TrainingPlan) -> dict[str, str]:
-    """Return what a plan has chosen and why, in two lines, each with its head."""
+    """Return the choice of a plan and its reason, in two lines, each with its head."""
     first = plan.best[0]
     return {
         "parallel": f"{first.candidate}: {shown_time(first.seconds)} a step on {plan.machine.name}, "

@@ -66,7 +66,7 @@ class Guesses:
                 self.kept[again] = predictor.kept_by(again)
             kept, output = self.kept[again]
             more = 4 / 3 if again == "block" else 1.03 if again == "attention" else 1.0
-            for count in _few(counts, data, predictor.batch):
+            for count in _few(counts):
                 passes = max(self.products * more, 1e-12)
                 moved = layers * (count * fixed + each * per_row) * byte * more + layers * attention * self.itemsize
                 bubble = (pipeline - 1) / count
@@ -104,6 +104,6 @@ class Guesses:
         return self._byte[op, ranks]
 
 
-def _few(counts: Sequence[int], data: int, batch: int) -> Sequence[int]:
-    """Return the numbers of microbatches that are guessed with: those of a few samples a rank, and the fewest."""
+def _few(counts: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of microbatches to guess with: the fewest, a middle one, and the four largest."""
     return counts if len(counts) < 6 else [counts[0], counts[len(counts) // 2], *counts[-4:]]

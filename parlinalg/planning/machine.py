@@ -772,7 +772,7 @@ class Machine:
         return getattr(link, op, None) if op in OPERATIONS else None
 
     def transfer(self, op: str, nbytes: float, ranks: int, local: int, on_node: int, size: int) -> Transfer:
-        """Return what an operation between ranks costs.
+        """Return the cost of an operation between ranks.
 
         All nodes are taken to do the same at the same time: as many groups as have room on a node share its links.
 

@@ -55,9 +55,9 @@ def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:
     """
     rows = []
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
-        short = _timed(comm, *_call(comm, backend, name, LATENCY_BYTES), calls=50)
+        short = _timed(comm, _call(comm, backend, name, LATENCY_BYTES)[0], calls=50)
         call, received = _call(comm, backend, name, BANDWIDTH_BYTES)
-        rows.append((name, short, received / _timed(comm, call, received, calls=4)))
+        rows.append((name, short, received / _timed(comm, call, calls=4)))
     return rows
 
 
@@ -79,7 +79,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
 
 
 def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True) -> tuple[Callable[[], Any], int]:
-    """A call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
+    """Return a call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
     p = comm.size
     each = max(1, size // 8 // p)
     whole, own = (backend.zeros(n, np.float64) for n in (each * p, each))
@@ -97,8 +97,8 @@ def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True)
     return lambda: comm.all_to_all(whole, counts, out, counts, wait=wait), received
 
 
-def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> float:
-    """Seconds a call, on the slowest rank: the best of three rounds."""
+def _timed(comm: Comm, call: Callable[[], Any], calls: int) -> float:
+    """Return the seconds of a call on the slowest rank, in the best of three rounds."""
     call()
     best = float("inf")
     for _ in range(3):
@@ -195,33 +195,8 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             f"measured by parlinalg doctor --machine on {comm.size} ranks of {len(nodes)} nodes: {backend.device}, "
             f"{platform.machine()}, {grid.threads} BLAS threads a rank"
         )
-        floor, processors = 0.0, 0
-        if backend.cuda:
-            xp, number = backend.xp, backend.xp.cuda.get_device_id()
-            small = backend.zeros(8, np.float32)
-            shortest = partial(_seconds, lambda: xp.add(small, small), backend, 0.02)
-            floor = _agreed(comm, at_work, lambda: {"seconds": shortest()})["seconds"]
-            processors = int(xp.cuda.runtime.getDeviceProperties(number)["multiProcessorCount"])
-        gemm = {
-            dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source, processors, floor)
-            for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
-        }
-        attention = _fused_rates(_agreed(comm, at_work, partial(_fused_attention, backend)), source)
-        found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
         crowd = max(1.0, (comm.size if shared else per_node) / units)
-        if crowd > 1:  # the ranks push each other's data out of the caches too
-            every = _agreed(comm, True, lambda: {"overhead": _overhead(backend, gemm["float32"], thread_time)})
-            found["overhead"] = max(found["overhead"], every["overhead"])
-        operations = Kernels(
-            overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
-            floor=floor, asynchronous=backend.cuda,
-            points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
-            rates=_rates(found),
-        )  # fmt: skip
-        if not backend.cuda:  # where each copy is a launch
-            pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
-            passed = 2 * 4 * math.prod(PIECE)
-            operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
+        gemm, attention, operations = _computation(comm, backend, at_work, crowd > 1, source)
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)
@@ -243,6 +218,39 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound,
             attention=attention, fused_attention=planning.LIBRARY if attention else False,
         )  # fmt: skip
+
+
+def _computation(
+    comm: Comm, backend: Backend, at_work: bool, crowded: bool, source: str
+) -> tuple[dict[str, GemmRate], dict[str, FusedAttention], Kernels]:  # fmt: skip
+    """Return the rates of products by dtype, of fused attention, and of kernels, as the ranks at work measure them."""
+    floor, processors = 0.0, 0
+    if backend.cuda:
+        xp, number = backend.xp, backend.xp.cuda.get_device_id()
+        small = backend.zeros(8, np.float32)
+        shortest = partial(_seconds, lambda: xp.add(small, small), backend, 0.02)
+        floor = _agreed(comm, at_work, lambda: {"seconds": shortest()})["seconds"]
+        processors = int(xp.cuda.runtime.getDeviceProperties(number)["multiProcessorCount"])
+    gemm = {
+        dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source, processors, floor)
+        for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
+    }
+    attention = _fused_rates(_agreed(comm, at_work, partial(_fused_attention, backend)), source)
+    found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
+    if crowded:  # the ranks push each other's data out of the caches too
+        every = _agreed(comm, True, lambda: {"overhead": _overhead(backend, gemm["float32"], thread_time)})
+        found["overhead"] = max(found["overhead"], every["overhead"])
+    operations = Kernels(
+        overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
+        floor=floor, asynchronous=backend.cuda,
+        points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
+        rates=_rates(found),
+    )  # fmt: skip
+    if not backend.cuda:  # on a GPU each copy is a launch
+        pieces = _agreed(comm, at_work, lambda: {"seconds": _pieces(backend)})["seconds"]
+        passed = 2 * 4 * math.prod(PIECE)
+        operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
+    return gemm, attention, operations
 
 
 def _placed(
@@ -478,7 +486,7 @@ def _fused_rates(found: dict[str, float], source: str) -> dict[str, FusedAttenti
 
 
 def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
-    """Return what operations cost: bandwidths by bytes, rates of kernels, seconds beside their work."""
+    """Return the costs of operations: bandwidths by bytes, rates of kernels, and the overhead in seconds."""
     xp, found = backend.xp, {}
     few = backend.zeros((64, 2, 2), np.float32)
     found["call"] = _seconds(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
@@ -533,7 +541,7 @@ def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = per
 
 
 def _layers(grid: Grid) -> Callable[[], None]:
-    """Return what runs layers of a few thousand elements forward and backward."""
+    """Return a function that runs layers of a few thousand elements forward and backward."""
     scheme = discover()["serial"].SCHEME
     parts = [(LayerNorm(SIDE, scheme, grid), Linear(SIDE, SIDE, scheme, grid), GELU()) for _ in range(CHAIN)]
     own = [Sequential(*part) for part in parts]

@@ -64,7 +64,7 @@ ASSUMED = WhatIf(finite=True, norm=1.0)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is given: the vocabulary and the tokens of a sequence, or the features and classes of samples."""
+    """The inputs of a model: the vocabulary and the tokens of a sequence, or the features and classes of samples."""
 
     language: bool
     kinds: int
@@ -109,7 +109,7 @@ class Inputs:
 
 
 class Between(NamedTuple):
-    """What a layer gives to the next one."""
+    """The output of a layer, which the next one takes."""
 
     shape: tuple[int, ...]
     layout: Layout

@@ -44,7 +44,7 @@ _CALL = Kernel("call", 0, 0, "")
 
 
 class Interval(NamedTuple):
-    """What a rank did in a stretch of time.
+    """A stretch of time in the run of a rank.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Interval(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """What the time went into, in words."""
+        """The cause of the time, in words."""
         if self.kind == "gemm":
             return "products"
         if self.kind == "kernel":
@@ -153,7 +153,7 @@ class Timeline:
         return self.idle / self.seconds if self.seconds else 0.0
 
     def throughput(self, units: float) -> float:
-        """Return how many samples or tokens a second, by the number that a step takes."""
+        """Return the samples or tokens a second, by the number that a step takes."""
         return units / self.seconds if self.seconds else math.inf
 
     def utilisation(self, flops: float | None = None, peak: float | None = None) -> float:
@@ -177,7 +177,7 @@ class Timeline:
         return sorted(((c, s / self.seconds) for c, s in found.items() if s > 0), key=lambda x: (-x[1], x[0]))
 
     def bound(self) -> str:
-        """Return what bounds the step in a line.
+        """Return the bound of the step, as a line of text.
 
         Such as "all-gathers over axis c: 41% of the step; products 38%, other kernels 15%, idle 6%".
         """
@@ -593,7 +593,7 @@ class _Run:
         return (self._drive(op) if op.latency > _SOON else rates[op]) / op.transfer.total
 
     def _credits(self, op: _Operation) -> list[float]:
-        """Return what its ranks let an operation advance until they poll again, if it advances."""
+        """Return the progress of an operation until its ranks poll again, if it makes any."""
         if not self.polled or not self._advances(op):
             return []
         return [c for m, c in op.credit.items() if not self._inside(m)]
@@ -908,21 +908,11 @@ def pipeline_timeline(
         found = run(trace, passes)
         return 0.0 if found is None else found.seconds
 
-    latency = {}
-    for rank, held in enumerate(schedule.chunks):
-        for chunk in held:
-            for other in (chunk.stage - 1, chunk.stage + 1):
-                if 0 <= other < schedule.stages:
-                    to = schedule.holder(other, chunk.copy)
-                    nbytes = stages[min(other, chunk.stage)].message
-                    local = 2 if places[rank][0] // node == places[to][0] // node else 1
-                    if to != rank and nbytes:
-                        latency[rank, to] = machine.transfer("send", nbytes, 2, local, node, size).total
     costs = Costs(
         forward=[seconds(s.forward) for s in stages],
         backward=[seconds(s.backward) for s in stages],
         weight=[min(seconds(s.weight) if s.weight else seconds(s.backward) / 2, seconds(s.backward)) for s in stages],
-        latency=latency,
+        latency=_latencies(schedule, stages, machine, places, node, size),
         reduce=[seconds(t, passes=False) for t in reduce] or 0.0,
         step=[seconds(t, passes=False) for t in step] or 0.0,
     )  # fmt: skip
@@ -934,24 +924,57 @@ def pipeline_timeline(
     )
     causes, flops = {}, 0
     for rank in range(schedule.ranks):
-        spent: dict[str, float] = defaultdict(float)
         parts = [
             (passes[rank, c.stage], run(t))
             for c in schedule.chunks[rank]
             for t in (stages[c.stage].forward, stages[c.stage].backward)
         ]
         parts += [(1, run(each[rank], passes=False)) for each in (reduce, step) if each]
-        for times, found in parts:
-            if found is not None:
-                flops += times * found.flops // size * width
-                for cause, s in next(iter(found.causes.values())).items():
-                    spent[cause] += times * s
-        if faster and (whole := sum(spent.values())):  # the times are those beside ranks that all compute
-            spent = defaultdict(float, {cause: s * simulation.busy(rank) / whole for cause, s in spent.items()})
-        spent["idle"] += max(0.0, simulation.makespan - sum(spent.values()))
-        causes[places[rank][0]] = {name: s for name, s in spent.items() if s > 0}
+        ran = [(times, found) for times, found in parts if found is not None]
+        flops += sum(times * found.flops // size * width for times, found in ran)
+        busy = simulation.busy(rank) if faster else None
+        causes[places[rank][0]] = _causes(ran, simulation.makespan, busy)
     most = max((found for found in known.values()), key=lambda t: t.flops)
     return Timeline(machine, simulation.makespan, (), causes, flops, most.dtype, size, {}, simulation)
+
+
+def _latencies(
+    schedule: Schedule, stages: Sequence[Stage], machine: Machine, places: Sequence[Sequence[int]], node: int, size: int
+) -> dict[tuple[int, int], float]:
+    """Return the seconds of a message between each two pipeline ranks that hold neighbouring stages."""
+    latency = {}
+    for rank, held in enumerate(schedule.chunks):
+        for chunk in held:
+            for other in (chunk.stage - 1, chunk.stage + 1):
+                if 0 <= other < schedule.stages:
+                    to = schedule.holder(other, chunk.copy)
+                    nbytes = stages[min(other, chunk.stage)].message
+                    local = 2 if places[rank][0] // node == places[to][0] // node else 1
+                    if to != rank and nbytes:
+                        latency[rank, to] = machine.transfer("send", nbytes, 2, local, node, size).total
+    return latency
+
+
+def _causes(ran: Sequence[tuple[int, Timeline]], makespan: float, busy: float | None) -> dict[str, float]:
+    """Return the seconds of a pipeline rank's step by cause, idle time included.
+
+    Parameters
+    ----------
+    ran : sequence of (int, Timeline)
+        The passes that the rank runs, and how often each.
+    makespan : float
+        Seconds of the step.
+    busy : float, optional
+        Seconds that the rank computes, if passes are faster than their timelines, in which all ranks compute at once.
+    """
+    spent: dict[str, float] = defaultdict(float)
+    for times, found in ran:
+        for cause, s in next(iter(found.causes.values())).items():
+            spent[cause] += times * s
+    if busy is not None and (whole := sum(spent.values())):
+        spent = defaultdict(float, {cause: s * busy / whole for cause, s in spent.items()})
+    spent["idle"] += max(0.0, makespan - sum(spent.values()))
+    return {name: s for name, s in spent.items() if s > 0}
 
 
 def sharing(

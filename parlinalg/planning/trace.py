@@ -1,4 +1,4 @@
-"""What one rank does in a stretch of a program: products, kernels, communication and memory, in program order."""
+"""The trace of a program on one rank: its products, kernels, communication and memory, in program order."""
 
 from __future__ import annotations
 

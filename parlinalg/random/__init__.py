@@ -198,7 +198,7 @@ def integers(
     shape: int | Sequence[int], grid: Grid, layout: Layout, low: int, high: int, *,
     seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
 ) -> DistArray:  # fmt: skip
-    """Integers (int64) from low to high - 1, equally likely to (high - low) / 2³²; arguments as in `uniform`.
+    """Draw integers (int64) from low to high - 1, equally likely to (high - low) / 2³²; arguments as in `uniform`.
 
     Raises
     ------
@@ -216,7 +216,9 @@ def integers(
 
 
 def permutation(n: int, *, seed: int = 0, epoch: int = 0, name: str = "permutation") -> np.ndarray:
-    """0 to n - 1 in random order, a host array of int64, the same on every rank: the order of an epoch's samples.
+    """Return 0 to n - 1 in random order, the order of an epoch's samples.
+
+    It is a host array of int64, the same on every rank.
 
     >>> permutation(5, seed=0, epoch=1)
     array([1, 0, 3, 2, 4])

@@ -67,7 +67,7 @@ class RandomStream:
         self._at = 0
 
     def take(self, start: int, n: int) -> Words:
-        """Words start to start + n - 1."""
+        """Return the words `start` to `start + n - 1`."""
         first, last = start // self._each, -(-(start + n) // self._each)
         skip = start - first * self._each
         if n >= tunables.COMPILED_SIZE and compiled.available():

@@ -99,7 +99,7 @@ class Generator:
         return children
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on from here, as values that JSON can carry."""
+        """Return the state of the generator, as values that JSON can carry."""
         return {"seed": self.seed, "path": list(self.path), "calls": self.calls, "spawned": self.spawned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -775,7 +775,7 @@ def _parts(parameters: Sequence[Any], shape: tuple[int, ...], grid: Grid, layout
 
 
 def _facts(key: np.ndarray, parameters: Sequence[Any]) -> dict[str, Any]:
-    """Return what is equal on all ranks that draw together."""
+    """Return the values that must be equal on all ranks that draw together."""
     plain = (v for v in parameters if not isinstance(v, DistArray))
     return {
         "the seed and the number of calls": key.tolist(),

@@ -24,4 +24,4 @@ SCHEME = Scheme("2.5d, depth on the batch", ("d", "r", "c"), _plan, _plan)
 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
     """Return the sizes of the axes over `size` ranks: `shape` is (d, r, c), or `depth` leaves a square."""
-    return deep("2.5d", size, SCHEME.axes, shape, depth)
+    return deep(size, SCHEME.axes, shape, depth)

@@ -53,10 +53,9 @@ def given(mode: str, size: int, axes: Sequence[str], shape: Sequence[int]) -> di
     return dict(zip(axes, shape, strict=True))
 
 
-def deep(
-    mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None, depth: int | None
-) -> dict[str, int]:  # fmt: skip
-    """Return the sizes of the axes (depth, rows, columns): from the shape, or from a depth that leaves a square."""
+def deep(size: int, axes: Sequence[str], shape: Sequence[int] | None, depth: int | None) -> dict[str, int]:
+    """Return the sizes of the axes (depth, rows, columns) of 2.5D: from the shape, or a depth that leaves a square."""
+    mode = "2.5d"
     if shape is not None:
         sizes = given(mode, size, axes, shape)
         if depth is not None and depth != sizes[axes[0]]:
@@ -89,7 +88,7 @@ def no_depth(mode: str, depth: int | None) -> None:
 
 
 def listed_sizes(options: Sequence[object]) -> str:
-    """Options for people: "(1, 6), (2, 3) or (6, 1)", cut short where there are many.
+    """Return the options as text: "(1, 6), (2, 3) or (6, 1)", cut short where there are many.
 
     >>> listed_sizes([1, 2, 4])
     '1, 2 or 4'

@@ -37,7 +37,7 @@ def communication_steps(plan: Plan, sizes: Mapping[str, int]) -> dict[str, tuple
 def product_words(
     plan: Plan, x: tuple[int, ...], w: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> dict[str, int]:
-    """Elements the rank at `coords` receives, by column of the table, for x and w of these shapes: exact, sizes uneven.
+    """Return how many elements the rank at `coords` receives, by column of the table, for x and w of these shapes.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def product_words(
 def scheme_words(
     scheme: Scheme, shape: tuple[int, int, int], inner: int, sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> dict[str, int]:
-    """Elements the rank at `coords` receives in one product into a block and one out of it, by column of the table.
+    """Return the elements that the rank at `coords` receives in a product into a block and one out of it, by column.
 
     `shape` is that of the residual stream [batch, sequence, hidden]; the weights are [hidden, inner], [inner, hidden].
     """

@@ -126,7 +126,7 @@ def _whole(expected: Any) -> np.ndarray:
 def _differences(
     name: str, got: Any, expected: np.ndarray, tolerance: float, scale: float | None, sums: dict[str, tuple[Any, int]]
 ) -> list[str]:
-    """Return what is wrong with this rank's block, and note its checksum."""
+    """Return the problem with this rank's block, if any, and note its checksum."""
     if scale is None and expected.size and expected.dtype.kind not in "iub":
         sizes = np.abs(expected.astype(_wide(expected)))
         scale = float(sizes[np.isfinite(sizes)].max(initial=0.0))

@@ -222,7 +222,7 @@ class Checkpoints:
             self.settle()
 
     def _share_out(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
-        """Return what this rank writes, and all tensors; as before if no rank holds other things than then."""
+        """Return the parts that this rank writes, and all tensors; the same as before if no rank holds other parts."""
         digest = hashlib.blake2b(json.dumps(held).encode(), digest_size=16).hexdigest()
         known = self._shared is not None and self._shared[0] == digest
         if not all(self.comm.share(known, others="alike")) or self._shared is None:
@@ -293,7 +293,7 @@ class Checkpoints:
         self._lock, self._kept, self._removed = None, set(), False
 
     def lost(self) -> list[str]:
-        """The names of checkpoints that were completed, and that others have taken away.  Collective.
+        """Return the names of checkpoints that were completed, and that others have taken away.  Collective.
 
         Where the folder has stayed in place, and the last checkpoint and the best in it, earlier ones may go.
         """
@@ -381,7 +381,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ loading
     def steps(self) -> list[int]:
-        """The steps whose checkpoints are complete, the last one last.  Collective."""
+        """Return the steps whose checkpoints are complete, the last one last.  Collective."""
         there = self._together(lambda: folders.complete(self.folder), f"looking into {self.folder}", root=True)
         found: list[int] = self.comm.share(there, others="alike")[0]
         return found

@@ -61,7 +61,7 @@ class Part:
         return f"{self.piece.name}[{','.join(f'{a}:{a + n}' for a, n in zip(offsets, sizes, strict=True))}]"
 
     def elements(self) -> np.ndarray:
-        """Its elements, as they are now or as they were copied."""
+        """Return the elements, as they are now or as they were copied."""
         if self.copied is not None:
             return self.copied
         return self.piece.read(self.piece.where(self.corner)).reshape(self.corner[1])
@@ -162,7 +162,7 @@ class RankFile:
         self.file = header_of(self.path)
 
     def report(self) -> dict[str, Any]:
-        """Return what the index needs to know of it, as JSON."""
+        """Return its entry in the index, as JSON."""
         if self.file is None:
             return {"problem": self.problem, "file": None, "rectangles": []}
         file = [self.file.nbytes, self.file.header, self.file.checksum]
@@ -176,7 +176,7 @@ class RankFile:
 
 
 def error_text(path: Path, error: Exception) -> str:
-    """Why a file cannot be written, and what would help."""
+    """Return why a file cannot be written, and what would help."""
     free = free_space(error, path.parent)
     return f"{path} cannot be written: {error}{free}" + (
         ": make room there, or keep fewer (checkpoint.keep)" if free else ""
@@ -184,7 +184,7 @@ def error_text(path: Path, error: Exception) -> str:
 
 
 def header_of(path: Path) -> File:
-    """The length of a file, and of its header with the checksum."""
+    """Return the length of a file, and of its header with the checksum."""
     with path.open("rb") as file:
         length = 8 + int.from_bytes(file.read(8), "little")
         file.seek(0)
@@ -300,7 +300,7 @@ class Reader:
         self._open.clear()
 
     def fill(self, piece: Piece) -> np.ndarray:
-        """The elements of a piece, flat.
+        """Return the elements of a piece, flat.
 
         Raises
         ------
@@ -359,7 +359,7 @@ class Reader:
             )
 
     def _read(self, name: str, entry: Entry, rectangle: Rectangle, part: Rect) -> np.ndarray:
-        """A part of a rectangle; no page of the file is read that has nothing of it."""
+        """Return a part of a rectangle; no page of the file is read that has nothing of it."""
         dtype, page = dtype_named(entry.dtype), self.index.page
         descriptor = self._file(name, rectangle.file)
         nbytes = rectangle.size * dtype.itemsize
@@ -378,7 +378,7 @@ class Reader:
         return view
 
     def _file(self, name: str, file: str) -> int:
-        """An open file, whose length and header are those of the index."""
+        """Return an open file, whose length and header are those of the index."""
         if file in self._open:
             return self._open[file]
         path, known = self.folder / file, self.index.files[file]
@@ -417,7 +417,7 @@ class Reader:
 
 
 def _pages(part: tuple[slice, ...], sizes: tuple[int, ...], itemsize: int, page: int) -> np.ndarray:
-    """For each page of a rectangle whether a part of it has elements there."""
+    """Return for each page of a rectangle whether a part of it has elements there."""
     whole = len(sizes)  # dims from here on are taken whole: elements without gaps
     while whole and part[whole - 1].stop - part[whole - 1].start == sizes[whole - 1]:
         whole -= 1
@@ -436,7 +436,7 @@ def _pages(part: tuple[slice, ...], sizes: tuple[int, ...], itemsize: int, page:
 
 
 def _stretches(wanted: np.ndarray) -> list[tuple[int, int]]:
-    """The runs of True: where each begins and stops."""
+    """Return the runs of True: where each begins and stops."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], wanted.astype(np.int8), [0]])))
     found: list[Any] = edges.reshape(-1, 2).tolist()
     return [(a, b) for a, b in found]
@@ -447,12 +447,12 @@ _OURS = re.compile(r"\.?rank-[0-9]+\.[0-9a-f]+\.safetensors(\.\d+)?|\.?index\.js
 
 
 def file_of(rank: int, token: str) -> str:
-    """A rank's file; each save has a token of its own, so that no save writes over another one's files."""
+    """Return a rank's file; each save has a token of its own, so that no save writes over another one's files."""
     return f"rank-{rank:05}.{token}.safetensors"
 
 
 def complete(folder: Path) -> list[int]:
-    """The steps whose checkpoints are complete, the last one last."""
+    """Return the steps whose checkpoints are complete, the last one last."""
     if not folder.is_dir():
         return []
     steps = {p.name: int(m[1]) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / INDEX).exists()}
@@ -543,7 +543,7 @@ def make(folder: Path) -> None:
 
 
 def metrics_of(folder: Path) -> dict[str, float]:
-    """The metrics of a checkpoint's step; none if it cannot be read."""
+    """Return the metrics of a checkpoint's step; none if it cannot be read."""
     try:
         metrics = read_index(folder).training.get("metrics", {})
     except CheckpointError:

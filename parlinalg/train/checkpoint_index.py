@@ -65,13 +65,13 @@ class Rectangle:
         return rect_at(self.offsets, self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """For the index."""
+        """Return the form of the index in JSON."""
         crcs = "".join(f"{crc:08x}" for crc in self.checksums)
         return {"file": self.file, "at": self.at, "offsets": self.offsets, "sizes": self.sizes, "crc32": crcs}
 
     @classmethod
     def from_json(cls, given: Any) -> Rectangle:
-        """From the index.
+        """Make one from its form in the index.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class Index:
     digest: str = field(default="", compare=False)
 
     def text(self) -> str:
-        """The contents of `index.json`."""
+        """Return the contents of `index.json`."""
         body = {
             "step": self.step,
             "training": self.training,
@@ -195,7 +195,7 @@ class Index:
             raise CheckpointError(f"{path} is malformed: {error}") from None
 
     def tensor_at(self, file: str, byte: int) -> str:
-        """The name of the tensor that has this byte of a file, or ends after it; for messages."""
+        """Return the name of the tensor that has this byte of a file, or ends after it; for messages."""
         places = sorted((r.at, name) for name, e in self.tensors.items() for r in e.rectangles if r.file == file)
         after = [name for at, name in places if at > byte]
         before = [name for at, name in places if at <= byte]
@@ -203,7 +203,7 @@ class Index:
 
 
 def checksums(data: memoryview, page: int) -> tuple[int, ...]:
-    """The CRC-32 of every page of these bytes."""
+    """Return the CRC-32 of every page of these bytes."""
     return tuple(zlib.crc32(data[i : i + page]) for i in range(0, len(data), page))
 
 
@@ -225,7 +225,9 @@ def _digest(body: object) -> str:
 
 
 def _index(body: Any) -> Index:
-    """The index of its values in JSON.  Its checksum says that nobody changed it by accident, not that it is right.
+    """Return the index of its values in JSON.
+
+    Its checksum says that nobody changed it by accident, not that it is right.
 
     Raises
     ------
@@ -293,7 +295,7 @@ def _check_rectangle(
 
 
 def _cut(entry: Entry) -> list[int]:
-    """The dims along which a tensor is cut into rectangles."""
+    """Return the dims along which a tensor is cut into rectangles."""
     found = [r.sizes for r in entry.rectangles if r.size]
     return [d for d, n in enumerate(entry.shape) if any(sizes[d] != n for sizes in found)]
 

@@ -65,7 +65,7 @@ class Piece:
     write: Callable[[np.ndarray], None]
 
     def rectangles(self) -> list[tuple[Corner, slice]]:
-        """Its rectangles in the tensor, each with the place of its elements in what `read` gives."""
+        """Return the rectangles in the tensor, each with the place of its elements in what `read` gives."""
         first = tuple(r.start for r in self.block)
         found, at = [], 0
         for offsets, sizes in rectangles(tuple(len(r) for r in self.block), self.start, self.stop):
@@ -76,7 +76,7 @@ class Piece:
         return found
 
     def where(self, corner: Corner) -> slice:
-        """The place of a rectangle's elements among these; it is one of them, or a part without gaps."""
+        """Return the place of a rectangle's elements among these; it is one of them, or a part without gaps."""
         for (offsets, sizes), place in self.rectangles():
             shift = [c - o for c, o in zip(corner[0], offsets, strict=True)]
             if all(s >= 0 and s + n <= m for s, n, m in zip(shift, corner[1], sizes, strict=True)):
@@ -89,7 +89,7 @@ class Piece:
 
 
 def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) -> list[Piece]:
-    """Return what this rank holds.  Collective over the axes along which ranks share updates anew."""
+    """Return the pieces that this rank holds.  Collective over axes along which updates are newly shared."""
     entries = [] if optimizer is None else optimizer.arrange()  # first: it moves values
     found = [_value(name, p) for name, p in parameters.items()]
     if optimizer is None:
@@ -171,7 +171,7 @@ def description(pieces: Sequence[Piece]) -> list[Any]:
 
 
 def share_out(everyone: Sequence[Sequence[Any]], rank: int) -> dict[str, list[Corner]]:
-    """The rectangles of each tensor that one rank writes: over all ranks, each element once.  Pure.
+    """Return the rectangles of each tensor that one rank writes: over all ranks, each element once.  Pure.
 
     The largest come first, and each goes to the rank that has the least to write so far of those that hold it; one
     above `tunables.CHECKPOINT_SPLIT` bytes is cut for all that hold it.
@@ -234,7 +234,7 @@ def _complete(shapes: Mapping[str, tuple[Any, ...]], holders: Mapping[tuple[str,
 
 
 def _cut(offsets: Shape, lengths: Shape, itemsize: int, ranks: int) -> Iterator[Corner]:
-    """A rectangle in parts along its first dim of any length."""
+    """Yield a rectangle in parts along its first dim of any length."""
     nbytes = math.prod(lengths) * itemsize
     dim = next((d for d, n in enumerate(lengths) if n > 1), None)
     parts = 1 if dim is None else min(ranks, -(-nbytes // tunables.CHECKPOINT_SPLIT), lengths[dim])

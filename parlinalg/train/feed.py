@@ -190,7 +190,7 @@ class Pass:
 
 
 def _pair(given: Any) -> Any:
-    """Return what an iterator has given as a pair; raise an EngineError if it is none."""
+    """Return an item of an iterator as a pair; raise an EngineError if it is none."""
     if isinstance(given, Batch):
         return given
     if isinstance(given, tuple | list) and len(given) == 2:

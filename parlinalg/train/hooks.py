@@ -1,4 +1,4 @@
-"""What a `Trainer` calls at the points of a training."""
+"""Hooks, which a `Trainer` calls at fixed points of a training."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class CheckpointHook(Hook):
             self._checkpoints.release()
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what a checkpoint holds of the training beside the arrays."""
+        """Return the state of the training that a checkpoint holds beside the arrays."""
         kind = {"kind": type(trainer.engine.optimizer).__name__}  # looked at before states are loaded
         about = {"metrics": trainer.step_metrics, "optimizer": kind, "best": self.best, **trainer.progress()}
         return {**self.notes, **about}

@@ -329,7 +329,7 @@ def reducer_for(config: TrainingConfig, grid: Grid, model: Module) -> GradientRe
 
 
 def _scaler(config: TrainingConfig) -> Unscaled:
-    """Return what scales the loss."""
+    """Return the scaler of the loss."""
     scale = config.precision.loss_scale
     if isinstance(scale, LossScaleConfig):
         return LossScaler(scale.start, growth_every=scale.growth_every, least=scale.least, most=scale.most)

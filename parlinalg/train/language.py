@@ -74,7 +74,7 @@ class LanguageHook(Hook):
         trainer.add_metrics(self.held(trainer.step_metrics))
 
     def held(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what is known of the validation by its loss."""
+        """Return the metrics of the validation that follow from its loss."""
         if "validation_loss" not in metrics:
             return {}
         loss = metrics["validation_loss"]
@@ -161,7 +161,7 @@ def continuation(
     top_k: int | None = None, top_p: float | None = None, seed: int = 0, special: bool = False,
     eos_token_id: int | Collection[int] | None = None, report: Callable[[str], None] | None = None,
 ) -> str:  # fmt: skip
-    """Return what a model writes after a prompt, without the prompt; the same on every grid.  Collective.
+    """Return the text that a model generates after a prompt, without the prompt; the same on every grid.  Collective.
 
     Where the model's positions end, the last half of them is the new prompt.
 

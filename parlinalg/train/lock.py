@@ -204,7 +204,7 @@ def _system() -> str:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in whatever units; None if there is none."""
+    """Return when a process began, in whatever units; None if there is none."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]

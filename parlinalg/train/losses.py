@@ -125,7 +125,7 @@ def accuracy(logits: DistArray, targets: DistArray) -> int:
 
 
 def number(name: str, given: Any) -> float:
-    """Return what a metric gives as a number."""
+    """Return the result of a metric as a number."""
     try:
         return float(given.item() if hasattr(given, "item") else given)
     except (TypeError, ValueError) as error:

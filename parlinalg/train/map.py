@@ -1,4 +1,4 @@
-"""Which rank is where: a page about the ranks of a configuration, folded where they are many.  Pure."""
+"""A page that shows the place of every rank of a configuration, folded where ranks are many.  Pure."""
 
 from __future__ import annotations
 

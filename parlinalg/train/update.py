@@ -169,5 +169,5 @@ class Update:
 
 
 def _most(dtype: np.dtype[Any]) -> float:
-    """The largest number of a dtype that gradients have."""
+    """Return the largest number of a dtype that gradients have."""
     return 65504.0 if dtype == np.float16 else math.inf

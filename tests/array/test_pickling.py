@@ -73,7 +73,7 @@ def test_formats(make_grid, world):
     assert f"{total:.3f}" == f"{total.item():.3f}"
     assert f"{x.max():e} {x.argmax():5d}" == f"{x.max().item():e} {x.argmax().item():5d}"
     assert f"{x}" == str(x)
-    with pytest.raises(TypeError, match=r"the format '\.2f' is one of a number; this array has shape \(4, 3\)"):
+    with pytest.raises(TypeError, match=r"the format '\.2f' is for numbers; this array has shape \(4, 3\)"):
         f"{x:.2f}"
     assert len(x) == 4
     for row, want in zip(x, numbers((4, 3)) / 3, strict=True):

@@ -74,8 +74,8 @@ def test_a_copy_never_converts(on: Backend, call: str) -> None:
         on.copy_to_host(block, host) if call == "copy_to_host" else on.copy_from_host(host, block)
 
 
-def test_memory_is_counted(on: Backend) -> None:
-    assert on.memory_used() >= 0
+def test_the_device_has_a_name_and_memory(on: Backend) -> None:
+    assert on.memory_total() > 0
     assert on.device
 
 

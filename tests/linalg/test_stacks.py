@@ -283,7 +283,7 @@ def test_wrong_use(grid, world):
         with pytest.raises(np.linalg.LinAlgError) as error:
             linalg.cho_factor(x)
         assert str(error.value) == (
-            f"matrix {last}: cholesky takes positive definite matrices; the leading minor of order 3 is not"
+            f"matrix {last}: cholesky takes positive definite matrices; the leading minor of order 3 is not positive"
         )
         singular = linalg.lu_factor(x + 1 * pla.eye(4, grid=grid))
         with pytest.raises(np.linalg.LinAlgError) as error:

@@ -371,7 +371,7 @@ def test_what_is_wrong_is_told_on_all_ranks(world: Any, backend: str) -> None:
             fit([(x[world.rank : world.rank + 2], y[world.rank : world.rank + 2])])
         with pytest.raises(EngineError, match=f"batches of rank {world.size - 1} end, those of other ranks"):
             fit(Sharded(Listed([(x, y)] * (1 if last else 2), 2)))
-        with pytest.raises(EngineError, match="shared out evenly over"):
+        with pytest.raises(EngineError, match="distributed evenly over"):
             fit(Sharded([(x[: 4 - world.rank // 2 * 2 + world.rank], y[: 4 - world.rank // 2 * 2 + world.rank])]))
         with pytest.raises(ConfigError, match=r"give it to parlinalg\.initialize"):
             iter(DataLoader(Asked(), 8))

@@ -24,7 +24,7 @@ Scalar = int | float | complex
 
 
 def operand(value: Any, name: str) -> Tensor | Scalar:
-    """A tensor, or a Python number, which takes the dtype of what it meets."""
+    """Return a tensor, or a Python number, which takes the dtype of what it meets."""
     if isinstance(value, Tensor | DistArray):
         return as_tensor(value)
     if isinstance(value, int | float | complex) and not isinstance(value, np.generic):
@@ -66,7 +66,7 @@ class Frame(NamedTuple):
 
 
 def to_input(grad: Block, y: Frame, x: Frame) -> Term:
-    """The term of x's gradient from that of y, to whose shape x was broadcast: summed over the dims x lacks.
+    """Return the term of x's gradient from that of y, to whose shape x was broadcast: summed over the dims x lacks.
 
     The sum over cut dims is left partial over the axes that cut them.
     """
@@ -115,26 +115,26 @@ def _meeting(function: Callable[[Any, Any], Any], a: Tensor | Scalar, b: Tensor 
 
 
 def add(a: Any, b: Any) -> Tensor:
-    """`a + b`."""
+    """Return `a + b`."""
     a, b = _two(a, b, "add")
     return _combined("add", _meeting(operator.add, a, b), (a, lambda g: g), (b, lambda g: g))
 
 
 def subtract(a: Any, b: Any) -> Tensor:
-    """`a - b`."""
+    """Return `a - b`."""
     a, b = _two(a, b, "subtract")
     return _combined("subtract", _meeting(operator.sub, a, b), (a, lambda g: g), (b, lambda g: -g))
 
 
 def multiply(a: Any, b: Any) -> Tensor:
-    """`a * b`, elementwise."""
+    """Return `a * b`, elementwise."""
     a, b = _two(a, b, "multiply")
     p, q = block_of(a), block_of(b)
     return _combined("multiply", _meeting(operator.mul, a, b), (a, lambda g, q: g * q, q), (b, lambda g, p: g * p, p))
 
 
 def divide(a: Any, b: Any) -> Tensor:
-    """`a / b`, elementwise."""
+    """Return `a / b`, elementwise."""
     a, b = _two(a, b, "divide")
     p, q = block_of(a), block_of(b)
     return _combined(
@@ -146,13 +146,13 @@ def divide(a: Any, b: Any) -> Tensor:
 
 
 def negative(a: Any) -> Tensor:
-    """`-a`."""
+    """Return `-a`."""
     a = as_tensor(a)
     return _combined("negative", -a.data, (a, lambda g: -g))
 
 
 def power(a: Any, exponent: Any) -> Tensor:
-    """`a ** p`, for a number or a tensor p."""
+    """Return `a ** p`, for a number or a tensor p."""
     a, p = operand(a, "power"), operand(exponent, "power")
     if isinstance(p, Tensor) or not isinstance(a, Tensor):
         from parlinalg.autograd.functions import power_of_tensors
@@ -165,7 +165,7 @@ def power(a: Any, exponent: Any) -> Tensor:
 
 
 def maximum(a: Any, b: Any) -> Tensor:
-    """The larger of a and b, elementwise; where they are equal the gradient is a's."""
+    """Return the larger of a and b, elementwise; where they are equal the gradient is a's."""
     a, b = _two(a, b, "maximum")
     p, q = block_of(a), block_of(b)
     y = _meeting(np.maximum, a, b)
@@ -173,7 +173,7 @@ def maximum(a: Any, b: Any) -> Tensor:
 
 
 def minimum(a: Any, b: Any) -> Tensor:
-    """The smaller of a and b, elementwise; where they are equal the gradient is a's."""
+    """Return the smaller of a and b, elementwise; where they are equal the gradient is a's."""
     a, b = _two(a, b, "minimum")
     p, q = block_of(a), block_of(b)
     y = _meeting(np.minimum, a, b)
@@ -181,7 +181,7 @@ def minimum(a: Any, b: Any) -> Tensor:
 
 
 def where(condition: Any, a: Any, b: Any) -> Tensor:
-    """a where the condition holds, b elsewhere.
+    """Return a where the condition holds, b elsewhere.
 
     Parameters
     ----------

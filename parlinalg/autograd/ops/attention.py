@@ -45,7 +45,7 @@ def attention(
     key_padding: Mask | None = None, documents: Documents | None = None, positions: Any = None, start: int = 0,
     scale: float | None = None, dropout: Drop | None = None, keep_scores: bool = False,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale q kᵀ) v, head by head (Vaswani et al., "Attention is all you need", 2017).
+    """Return softmax(scale q kᵀ) v, head by head (Vaswani et al., "Attention is all you need", 2017).
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def parts_of(inputs: list[Tensor]) -> list[Part]:
 
 
 def checked(x: DistArray, y: DistArray | None, name: str, ring: Cut = ()) -> tuple[Grid, int]:
-    """The grid, and how many queries share a key; errors unless shapes and layouts are as attention takes them.
+    """Return the grid, and how many queries share a key; errors unless shapes and layouts are as attention takes them.
 
     The sequence is cut by `ring`.
     """
@@ -170,7 +170,7 @@ def checked(x: DistArray, y: DistArray | None, name: str, ring: Cut = ()) -> tup
 
 
 def _mended(have: Layout, right: Layout) -> Layout:
-    """A layout that attention takes: axes that cut the sequence cut the heads instead."""
+    """Return a layout that attention takes: axes that cut the sequence cut the heads instead."""
     lost: Cut = tuple(a for a in have.dims[1] if a not in right.axes)
     return right.with_dim(2, (*right.dims[2], *lost))
 
@@ -178,7 +178,7 @@ def _mended(have: Layout, right: Layout) -> Layout:
 def dropped(
     draw: Drop, shape: tuple[int, ...], ranges: tuple[range, ...], positions: Any = None, first: int = 0
 ) -> Dropped:
-    """The factors of the probabilities of a block, from those of global indices [b, heads, s, t].
+    """Return the factors of the probabilities of a block, from those of global indices [b, heads, s, t].
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ def _from_lengths(x: DistArray, lengths: Any) -> np.ndarray:
 
 
 def _items(x: DistArray) -> slice:
-    """This rank's part of the batch."""
+    """Return this rank's part of the batch."""
     here = x.grid.block(Layout(*x.layout.dims), x.shape)[0]
     return slice(here.start, here.stop)
 
@@ -136,21 +136,21 @@ def _distributed(x: DistArray, documents: DistArray) -> np.ndarray:
 
 
 def whole_sequence(x: DistArray, array: DistArray, name: str) -> DistArray:
-    """An array [b, s], each dim of which is whole or cut as that of the queries x, with s whole."""
+    """Return an array [b, s], each dim of which is whole or cut as that of the queries x, with s whole."""
     grid = x.grid
     if array.ndim != 2 or array.shape[0] != x.shape[0]:
         raise ValueError(f"attention: {name} has shape {array.shape}, not [b, s] = {x.shape[:2]}")
     have, want = effective(array.layout, grid), effective(x.layout, grid)
     if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims[:2], strict=True)):
         raise LayoutError(
-            f"attention: {name} is {array.layout!r}, and q is {x.layout!r}; each dim is whole or cut as that of q: "
-            f"mend it by .redistribute({Layout(*x.layout.dims[:2])!r})"
+            f"attention: {name} is {array.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as that of "
+            f"q: mend it by .redistribute({Layout(*x.layout.dims[:2])!r})"
         )
     return array.redistribute(Layout(array.layout.dims[0], None)) if have.dims[1] else array
 
 
 def _dense(numbers: np.ndarray) -> np.ndarray:
-    """The same documents numbered from 0, without great gaps."""
+    """Return the same documents numbered from 0, without great gaps."""
     if not numbers.size:
         return numbers.astype(np.int64)
     least = numbers.min()
@@ -252,7 +252,7 @@ def padding(x: DistArray, key_padding: Mask, keys: int) -> Block:
 
 
 def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block:
-    """A mask of [b, heads, s, t] as this rank's part of [b, kv heads, g, s, t]."""
+    """Return a mask of [b, heads, s, t] as this rank's part of [b, kv heads, g, s, t]."""
     _is_array(mask, "mask", "[b, heads, s, t], or a BlockMask")
     b, s, heads, g, _ = shape
     full, given = (b, heads * g, s, keys), tuple(mask.shape)
@@ -281,12 +281,12 @@ def _is_array(given: Any, name: str, dims: str) -> None:
 
 
 def _once(mask: np.ndarray) -> np.ndarray:
-    """A mask with dims of size 1 where it is repeated, as by `np.broadcast_to`."""
+    """Return a mask with dims of size 1 where it is repeated, as by `np.broadcast_to`."""
     return mask[tuple(slice(None) if step or n <= 1 else slice(1) for step, n in zip(mask.strides, mask.shape))]
 
 
 def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...], name: str) -> Block:
-    """This rank's part of a mask that is to be cut so; dims of size 1 that stand for more stay whole."""
+    """Return this rank's part of a mask that is to be cut so; dims of size 1 that stand for more stay whole."""
     if mask.dtype != np.bool_:
         raise TypeError(f"attention: {name} has bools, True where a key is seen, not {mask.dtype}")
     grid = x.grid
@@ -297,8 +297,8 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
         have = effective(mask.layout, grid)
         if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims, strict=True)):
             raise LayoutError(
-                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim is whole or cut as that of "
-                f"q: mend it by .redistribute({Layout(*want.dims)!r})"
+                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as "
+                f"that of q: mend it by .redistribute({Layout(*want.dims)!r})"
             )
     lacking = Layout(*(() if h else w for h, w in zip(have.dims, want.dims, strict=True)))
     part = tuple(slice(r.start, r.stop) for r in grid.block(lacking, mask.shape))
@@ -308,7 +308,7 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
 
 
 def _table(x: DistArray, mask: BlockMask, shape: tuple[int, ...], keys: int) -> np.ndarray:
-    """A table of blocks as this rank's part of [kv heads, g, n, m]."""
+    """Return a table of blocks as this rank's part of [kv heads, g, n, m]."""
     _, s, heads, g, _ = shape
     table = mask.table if mask.table.ndim == 3 else mask.table[None]
     want = (-(-s // mask.size), -(-keys // mask.size))

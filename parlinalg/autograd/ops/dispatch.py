@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 from typing import Any
 
@@ -18,19 +17,15 @@ from parlinalg.autograd.ops.routing import Routing, paired
 from parlinalg.autograd.ops.softmax import log_softmax
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend.views import matrix
 from parlinalg.layout import Layout
 from parlinalg.redistribute import redistribute
 
 Block = Any
 
 
-def _flat(block: Block) -> Block:
-    """The rows of a contiguous block, of whatever width; a view."""
-    return block.reshape((math.prod(block.shape[:-1]), block.shape[-1]))
-
-
 def dispatch(x: Any, routing: Routing) -> Tensor:
-    """The experts' queues [experts, groups, capacity, hidden], filled with tokens of x [batch, sequence, hidden].
+    """Return the experts' queues [experts, groups, capacity, hidden] with tokens of x [batch, sequence, hidden].
 
     x is brought to the layout of the tokens that the queues name, and then its tokens to the ranks of their experts, by
     one all-to-all.  Places that no token takes are zeros.  In the backward pass the gradients come back the same way,
@@ -41,18 +36,18 @@ def dispatch(x: Any, routing: Routing) -> Tensor:
     grid, work = queues.grid, queues.tokens
     at = redistribute(data.block, data.layout, work, data.shape, grid, order=data.order)
     local, exchange = at.shape, routing.exchange
-    rows = routing.exchange(_flat(at)[routing.tokens])
+    rows = routing.exchange(matrix(at)[routing.tokens])
     shape, layout = (*queues.buffer, data.shape[2]), queues.layout(work.dims[2])
     y = grid.backend.zeros(grid.block_shape(layout, shape) if grid.inside else (0,) * 4, data.dtype)
     if grid.inside:
-        _flat(y)[routing.places] = rows
+        matrix(y)[routing.places] = rows
 
     def part(term: Term, places: Block, *by_choice: Block) -> Term:
         g, there = term
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
-            got = exchange(_flat(g)[places], back=True)
-            flat = _flat(d)
+            got = exchange(matrix(g)[places], back=True)
+            flat = matrix(d)
             for rows, tokens in paired(by_choice):
                 flat[tokens] += got[rows]
         return d, work.with_partial((*there.partial, *queues.replicating))
@@ -62,7 +57,7 @@ def dispatch(x: Any, routing: Routing) -> Tensor:
 
 
 def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
-    """`out[b, s, :] = sum over its choices j of gates[b, s, j] * y[expert, group, place, :]`, without dropped ones.
+    """Return `out[b, s, :] = sum over j of gates[b, s, j] * y[expert, group, place, :]`, without dropped choices j.
 
     Parameters
     ----------
@@ -85,11 +80,11 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
     terms = (*partial, *queues.replicating)
     work = Layout(*queues.tokens.dims[:2], features)
     unsummed, of_gates = work.with_partial(terms), Layout(*work.dims[:2], None, partial=(*features, *terms))
-    weight = _flat(gates.block)
-    got = routing.exchange(_flat(y.block)[routing.places], back=True) if grid.inside else y.block
+    weight = matrix(gates.block)
+    got = routing.exchange(matrix(y.block)[routing.places], back=True) if grid.inside else y.block
     out = grid.backend.zeros(grid.block_shape(work, shape) if grid.inside else (0,) * 3, y.dtype)
     if grid.inside:
-        flat = _flat(out)
+        flat = matrix(out)
         for j, (rows, tokens) in enumerate(routing.by_choice):
             flat[tokens] += (weight[tokens, j][:, None] * got[rows]).astype(y.dtype, copy=False)
     rest, local, cuts = layout.with_partial(()), y.block.shape, y.layout.with_partial(())
@@ -100,17 +95,17 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
     def to_experts(g: Block, weight: Block, places: Block, *by_choice: Block) -> Term:
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
-            flat = _flat(g)
+            flat = matrix(g)
             sent = grid.backend.empty((many, width), g.dtype)
             for j, (rows, tokens) in enumerate(paired(by_choice)):
                 sent[rows] = weight[tokens, j][:, None] * flat[tokens]
-            _flat(d)[places] = exchange(sent)
+            matrix(d)[places] = exchange(sent)
         return d, cuts
 
     def to_gates(g: Block, got: Block, *by_choice: Block) -> Term:
         d = grid.backend.zeros(gates_shape, gates_dtype)
         if grid.inside:
-            flat, each = _flat(g), _flat(d)
+            flat, each = matrix(g), matrix(d)
             for j, (rows, tokens) in enumerate(paired(by_choice)):
                 each[tokens, j] = (got[rows] * flat[tokens]).sum(axis=-1, dtype=gates_dtype)
         return d, of_gates
@@ -124,8 +119,10 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
 
 
 def add_bias(y: Any, bias: Any) -> Tensor:
-    """`y[e, g, c, *n] + bias[e, *n]`: each expert's bias added to its results, or, where they rest unsummed, to one of
-    the terms; the bias is brought to where they lie."""
+    """Return `y[e, g, c, *n] + bias[e, *n]`, each expert's results with its bias.
+
+    Where results rest unsummed the bias is added to one of the terms; it is brought to where they lie.
+    """
     y, bias = as_tensor(y), as_tensor(bias)
     data, dims, grid = y.data, y.layout.dims, y.grid
     want = Layout(dims[0], *dims[3:], partial=y.layout.partial)
@@ -142,7 +139,7 @@ def add_bias(y: Any, bias: Any) -> Tensor:
 
 
 def chosen(x: Any, routing: Routing) -> Tensor:
-    """`y[b, s, j] = x[b, s, choices[b, s, j]]`: of [batch, sequence, experts], cut as the tokens, what was chosen."""
+    """Return `y[b, s, j] = x[b, s, choices[b, s, j]]` of x [batch, sequence, experts], cut as the tokens."""
     x = as_tensor(x)
     data = summed(x.data, "chosen")
     grid, xp = data.grid, data.xp
@@ -178,7 +175,7 @@ def balance_loss(probabilities: Any, routing: Routing) -> Tensor:
 
 
 def z_loss(scores: Any) -> Tensor:
-    """The mean square of log Σ exp(scores), which keeps scores small (Zoph et al., "ST-MoE", 2022)."""
+    """Return the mean square of log Σ exp(scores), which keeps scores small (Zoph et al., "ST-MoE", 2022)."""
     x = as_tensor(scores)
     shift = mean(x - log_softmax(x), -1)  # the same for all experts
     return mean(shift * shift)

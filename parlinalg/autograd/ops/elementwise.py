@@ -22,7 +22,7 @@ Block = Any
 def _of_value(
     name: str, x: Any, forward: Callable[[Block], Block], derivative: Callable[[Block, Block], Block]
 ) -> Tensor:
-    """y = forward(x) with a derivative in terms of the value, `derivative(g, y)`; x is not kept.
+    """Return forward(x), with a derivative in terms of the value, `derivative(g, y)`; x is not kept.
 
     Partial x is refused.
     """
@@ -36,7 +36,7 @@ def _of_value(
 def _of_argument(
     name: str, x: Any, forward: Callable[[Block], Block], derivative: Callable[[Block, Block], Block]
 ) -> Tensor:
-    """y = forward(x) with a derivative in terms of the argument, `derivative(g, x)`; y is not kept."""
+    """Return forward(x), with a derivative in terms of the argument, `derivative(g, x)`; y is not kept."""
     x = as_tensor(x)
     data = summed(x.data, name)
     rest = data.layout
@@ -45,47 +45,47 @@ def _of_argument(
 
 
 def exp(x: Any) -> Tensor:
-    """e to the power x."""
+    """Return e to the power x."""
     return _of_value("exp", x, lambda b: namespace(b).exp(b), lambda g, y: g * y)
 
 
 def log(x: Any) -> Tensor:
-    """The natural logarithm."""
+    """Return the natural logarithm."""
     return _of_argument("log", x, lambda b: namespace(b).log(b), lambda g, x: g / x)
 
 
 def sqrt(x: Any) -> Tensor:
-    """The square root."""
+    """Return the square root."""
     return _of_value("sqrt", x, lambda b: namespace(b).sqrt(b), lambda g, y: g / (2 * y))
 
 
 def abs(x: Any) -> Tensor:
-    """The absolute value; its derivative at 0 is taken as 0."""
+    """Return the absolute value; its derivative at 0 is taken as 0."""
     return _of_argument("abs", x, lambda b: namespace(b).abs(b), lambda g, x: g * namespace(x).sign(x))
 
 
 def sin(x: Any) -> Tensor:
-    """The sine."""
+    """Return the sine."""
     return _of_argument("sin", x, lambda b: namespace(b).sin(b), lambda g, x: g * namespace(x).cos(x))
 
 
 def cos(x: Any) -> Tensor:
-    """The cosine."""
+    """Return the cosine."""
     return _of_argument("cos", x, lambda b: namespace(b).cos(b), lambda g, x: -g * namespace(x).sin(x))
 
 
 def tanh(x: Any) -> Tensor:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return _of_value("tanh", x, lambda b: namespace(b).tanh(b), lambda g, y: activations.tanh_grad(y, g))
 
 
 def sigmoid(x: Any) -> Tensor:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return _of_value("sigmoid", x, activations.sigmoid, lambda g, y: activations.sigmoid_grad(y, g))
 
 
 def silu(x: Any) -> Tensor:
-    """x sigmoid(x) (Elfwing et al., 2018; also called swish)."""
+    """Return x sigmoid(x) (Elfwing et al., 2018; also called swish)."""
 
     def derivative(g: Block, x: Block) -> Block:
         s = activations.sigmoid(x)
@@ -95,12 +95,12 @@ def silu(x: Any) -> Tensor:
 
 
 def relu(x: Any) -> Tensor:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return _of_value("relu", x, activations.relu, lambda g, y: activations.relu_grad(y, g))
 
 
 def erf(x: Any) -> Tensor:
-    """The error function."""
+    """Return the error function."""
     c = 1.1283791670955126  # 2/√π
     return _of_argument("erf", x, activations.erf, lambda g, x: g * (c * namespace(x).exp(-x * x)))
 
@@ -112,7 +112,7 @@ def _spent() -> bool:
 
 
 def gelu(x: Any, approximate: str = "none") -> Tensor:
-    """x Φ(x), with Φ the distribution function of the standard normal (Hendrycks and Gimpel, 2016).
+    """Return x Φ(x), with Φ the distribution function of the standard normal (Hendrycks and Gimpel, 2016).
 
     Parameters
     ----------
@@ -141,8 +141,9 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
 
 
 def swiglu(x: Any) -> Tensor:
-    """silu(x[..., 0]) x[..., 1]: a gate and what passes it lie side by side in the last dim (Shazeer, "GLU variants
-    improve transformer", 2020).
+    """Return silu(x[..., 0]) x[..., 1]: a gate and what passes it lie side by side in the last dim.
+
+    See Shazeer, "GLU variants improve transformer", 2020.
 
     Raises
     ------

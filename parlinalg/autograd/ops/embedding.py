@@ -26,7 +26,7 @@ Block = Any
 
 
 def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
-    """`y[*m, *n] = table[ids[*m], *n]`: the plan's product with a one-hot x, which is never built.
+    """Return `y[*m, *n] = table[ids[*m], *n]`: the plan's product with a one-hot x, which is never built.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:
 
 
 def add_positions(x: Any, table: Any, start: int = 0, positions: np.ndarray | None = None) -> Tensor:
-    """`y[b, s, :] = x[b, s, :] + table[start + s, :]`, or `+ table[positions[s], :]`.
+    """Return `y[b, s, :] = x[b, s, :] + table[start + s, :]`, or `+ table[positions[s], :]`.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ Block = Any
 
 
 def select(x: Any, dim: int, index: int) -> Tensor:
-    """Item `index` of a dim, which is dropped; the dim may be cut.
+    """Return item `index` of a dim, which is dropped; the dim may be cut.
 
     Where it is cut the result is partial over the axes that cut it: the rank that has the item holds it, the others
     hold zeros; `.redistribute` settles it together with the next move.
@@ -54,7 +54,7 @@ def select(x: Any, dim: int, index: int) -> Tensor:
 
 
 def replace_first(x: Any, token: Any) -> Tensor:
-    """x with item 0 of dim 1 replaced by one vector: a class token (Devlin et al., BERT, 2019).
+    """Return x with item 0 of dim 1 replaced by one vector: a class token (Devlin et al., BERT, 2019).
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ Block = Any
 def cross_entropy_sum(
     logits: Any, targets: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[Tensor, int]:
-    """The sum over all targets of -log softmax(logits)[target], and their number.
+    """Return the sum over all targets of -log softmax(logits)[target], and their number.
 
     Parameters
     ----------
@@ -101,13 +101,13 @@ def cross_entropy_sum(
 
 
 def cross_entropy(logits: Any, targets: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
-    """The mean of `cross_entropy_sum` over the targets that count; 0 where none does."""
+    """Return the mean of `cross_entropy_sum` over the targets that count; 0 where none does."""
     loss, count = cross_entropy_sum(logits, targets, ignore_index, label_smoothing)
     return loss * (1 / max(1, count))
 
 
 def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
-    """The sum of (x - target)² over all elements, and their number.
+    """Return the sum of (x - target)² over all elements, and their number.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
 
 
 def mse_loss(x: Any, target: Any) -> Tensor:
-    """The mean of (x - target)² over all elements."""
+    """Return the mean of (x - target)² over all elements."""
     loss, count = mse_sum(x, target)
     return loss * (1 / max(1, count))
 
@@ -178,7 +178,7 @@ def _totals(z: DistArray, numbers: list[Any], axes: Cut, targets: int) -> Any:
 
 
 def _class_ids(z: DistArray, targets: Any, ignore_index: int) -> Block:
-    """The block of targets, once they are known to be class ids that lie as the logits."""
+    """Return the block of targets, once they are known to be class ids that lie as the logits."""
     t = as_tensor(targets).data
     same_grid([z, t])
     classes = z.shape[-1] if z.ndim else 0
@@ -203,7 +203,7 @@ def _class_ids(z: DistArray, targets: Any, ignore_index: int) -> Block:
 
 
 def _first(a: DistArray, bad: Block) -> tuple[int, ...]:
-    """The global index of the first element of this rank's block that is marked."""
+    """Return the global index of the first element of this rank's block that is marked."""
     at = a.xp.nonzero(bad)
     starts = [r.start for r in a.grid.block(a.layout, a.shape)]
     return tuple(int(i[0]) + s for i, s in zip(at, starts, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import DistArray, effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
@@ -18,13 +18,14 @@ from parlinalg.autograd.tape import walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import norms as kernels
+from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
 Block = Any
 
 
 def layer_norm(x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Tensor:
-    """`(x - mean) / √(variance + eps) weight + bias` over the last dim (Ba et al., "Layer normalization", 2016).
+    """Return `(x - mean) / √(variance + eps) weight + bias` over the last dim (Ba et al., "Layer normalization", 2016).
 
     Parameters
     ----------
@@ -43,8 +44,9 @@ def layer_norm(x: Any, weight: Any, bias: Any = None, eps: float = 1e-5) -> Tens
 
 
 def rms_norm(x: Any, weight: Any, eps: float = 1e-6) -> Tensor:
-    """`x / √(mean of x² + eps) weight` over the last dim (Zhang and Sennrich, "Root mean square layer normalization",
-    2019); parameters as of `layer_norm`.
+    """Return `x / √(mean of x² + eps) weight` over the last dim.
+
+    This is Zhang and Sennrich, "Root mean square layer normalization", 2019; parameters as of `layer_norm`.
     """
     return _norm("rms_norm", x, weight, None, eps, centred=False)
 
@@ -56,12 +58,7 @@ def _norm(name: str, x: Any, weight: Any, bias: Any, eps: float, *, centred: boo
     grid = same_grid([t.data for t in inputs])
     if not x.ndim:
         raise ValueError(f"{name} of a tensor without dims; it goes over the last dim")
-    rest = Layout(data.layout.dims[-1])
-    for what, p in zip(("weight", "bias"), inputs[1:], strict=False):
-        if p.shape != x.shape[-1:]:
-            raise ValueError(f"{name}: {what} of shape {p.shape} for x of shape {x.shape}; right is {x.shape[-1:]}")
-        if effective(p.layout, grid) != effective(rest, grid):
-            raise mismatch(f"{name}: {what} is not cut as the last dim of x", p.layout, rest)
+    rest = _layout_of_vectors(name, data, {"weight": weight, "bias": bias}, grid)
     pieces, n, block, gain, whole = Pieces(data), x.shape[-1], data.block, inputs[1].block, data.layout
     total = pieces.sum if grid.inside and any(grid.sizes[a] > 1 for a in pieces.cut) else None
     y, moments = kernels.norm(
@@ -84,12 +81,32 @@ def _norm(name: str, x: Any, weight: Any, bias: Any, eps: float, *, centred: boo
     return record(name, data.like(y), inputs, [dx, dw, db][: len(inputs)], Part(gradients, block, gain, *moments))
 
 
+def _layout_of_vectors(name: str, x: DistArray, vectors: dict[str, Any], grid: Grid) -> Layout:
+    """Return the layout that vectors over the last dim of x must have; raise an error if one has not."""
+    layout = Layout(x.layout.dims[-1])
+    for what, p in vectors.items():
+        if p is None:
+            continue
+        if p.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: {what} of shape {p.shape} for x of shape {x.shape}; right is {x.shape[-1:]}")
+        if effective(p.layout, grid) != effective(layout, grid):
+            raise mismatch(f"{name}: {what} is not cut as the last dim of x", p.layout, layout)
+    return layout
+
+
+def _update(running: Tensor | None, found: Block, momentum: Any) -> None:
+    """Move a running mean or variance by `momentum` of the way to what a batch gave."""
+    if running is not None:
+        running.block[...] += (found.astype(running.dtype, copy=False) - running.block) * momentum
+
+
 def batch_norm(
     x: Any, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Return `(x - mean) / √(variance + eps) weight + bias`, by channel, the last dim (Ioffe and Szegedy, "Batch
-    normalization", 2015).
+    """Return `(x - mean) / √(variance + eps) weight + bias`, by channel, which is the last dim.
+
+    See Ioffe and Szegedy, "Batch normalization", 2015.
 
     Parameters
     ----------
@@ -122,12 +139,7 @@ def batch_norm(
     grid = same_grid([x.data, *(as_tensor(p).data for p in vectors.values() if p is not None)])
     if not x.ndim:
         raise ValueError("batch_norm of a tensor without dims; its channels are the last dim")
-    rest = Layout(data.layout.dims[-1])
-    for name, p in vectors.items():
-        if p is not None and p.shape != x.shape[-1:]:
-            raise ValueError(f"batch_norm: {name} of shape {p.shape} for x of shape {x.shape}; right is {x.shape[-1:]}")
-        if p is not None and effective(p.layout, grid) != effective(rest, grid):
-            raise mismatch(f"batch_norm: {name} is not cut as the last dim of x", p.layout, rest)
+    rest = _layout_of_vectors("batch_norm", data, vectors, grid)
     n = math.prod(x.shape[:-1])
     if training and n == 1:
         raise ValueError(
@@ -148,9 +160,8 @@ def batch_norm(
     if training:
         mean, variance = kernels.column_moments(rows, n, total)
         if n and walking() is None:
-            for buffer, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):
-                if buffer is not None:
-                    buffer.block[...] += (found.astype(buffer.dtype, copy=False) - buffer.block) * momentum
+            _update(running_mean, mean, momentum)
+            _update(running_var, variance * (n / (n - 1)), momentum)
     else:
         mean, variance = (p.block.astype(work, copy=True) for p in (running_mean, running_var) if p is not None)
     scale = 1 / data.xp.sqrt(variance + eps)

@@ -38,7 +38,7 @@ def matmul(
     x: Any, w: Any, plan: Plan | None = None, *, keep: str | None = None, bias: Any = None,
     memory: int | str | None = None,
 ) -> Tensor:  # fmt: skip
-    """`y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]`, and `bias[*n]` added to it.
+    """Return `y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]`, and `bias[*n]` added to it.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ class MatrixProduct(Product):
 
 
 def _operand(array: DistArray, work: Layout, keep: bool) -> DistArray:
-    """The operand at work, if it is to be kept so for the backward pass or nothing has to move; else as it is.
+    """Return the operand at work, if it is to be kept so for the backward pass or nothing has to move; else as it is.
 
     One that does not stay in memory is brought to work each time.
     """
@@ -219,7 +219,7 @@ def _operand(array: DistArray, work: Layout, keep: bool) -> DistArray:
 
 
 def _transposed(array: DistArray, order: tuple[int, ...], work: Layout, turned: Layout) -> DistArray:
-    """A transposed view of an operand, conjugated if complex; one at work has the layout `turned` then."""
+    """Return a transposed view of an operand, conjugated if complex; one at work has the layout `turned` then."""
     if array.dtype.kind == "c":
         array = DistArray(array.block.conj(), array.shape, array.layout, array.grid, array.order)
     if array.layout is not work:
@@ -271,7 +271,7 @@ def gathered_weight(w: Tensor) -> GatheredWeight | None:
 
 
 def fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
-    """The bias, once it is known to fit y[*m, *n] at rest."""
+    """Return the bias, once it is known to fit y[*m, *n] at rest."""
     bias = as_tensor(bias)
     same_grid([bias.data, w.data])
     want, shape = Layout(*plan.y.dims[len(plan.m) :]), w.shape[len(plan.k) :]
@@ -287,13 +287,13 @@ def fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
 
 
 def bias_term(dy: Block, rest: Layout, rows: int, grid: Grid) -> Term:
-    """The gradient of a bias from that of y[*m, *n] at rest, where m has so many dims."""
+    """Return the gradient of a bias from that of y[*m, *n] at rest, where m has so many dims."""
     sums = row_sums(dy.reshape((math.prod(dy.shape[:rows]), math.prod(dy.shape[rows:]))))
     terms = Layout(*rest.dims[rows:], partial=[a for a in chain(*rest.dims[:rows]) if grid.sizes[a] > 1])
     return sums.reshape(dy.shape[rows:]), terms
 
 
 def nothing(x: Tensor) -> Any:
-    """The part of the rule on a rank outside the grid."""
+    """Return the part of the rule on a rank outside the grid."""
     rest, local, dtype, zeros = x.layout.with_partial(()), x.block.shape, x.dtype, x.grid.backend.zeros
     return lambda _: (zeros(local, dtype), rest)

@@ -20,7 +20,7 @@ Block = Any
 
 
 def _spread(grad: Block, local: tuple[int, ...], rest: Layout, dims: tuple[int, ...], scale: float = 1) -> Term:
-    """The gradient of a sum over `dims`, for every element summed, in a block of shape `local`."""
+    """Return the gradient of a sum over `dims`, for every element summed, in a block of shape `local`."""
     xp = namespace(grad)
     kept = tuple(1 if d in dims else n for d, n in enumerate(local))
     g = xp.asarray(grad).reshape(kept) if math.prod(kept) == grad.size else xp.zeros(kept, grad.dtype)
@@ -32,7 +32,7 @@ def _spread(grad: Block, local: tuple[int, ...], rest: Layout, dims: tuple[int, 
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = False) -> Tensor:
-    """The sum over dims (default: all).
+    """Return the sum over dims (default: all).
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = Fa
 
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The mean over dims (default: all)."""
+    """Return the mean over dims (default: all)."""
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
     count = math.prod(x.shape[d] for d in dims)
@@ -60,12 +60,12 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The largest elements over dims (default: all); equal ones share the gradient evenly."""
+    """Return the largest elements over dims (default: all); equal ones share the gradient evenly."""
     return _extreme("max", x, axis, keepdims)
 
 
 def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The smallest elements over dims (default: all); equal ones share the gradient evenly."""
+    """Return the smallest elements over dims (default: all); equal ones share the gradient evenly."""
     return _extreme("min", x, axis, keepdims)
 
 
@@ -87,7 +87,7 @@ def _extreme(name: str, x: Any, axis: Axis, keepdims: bool) -> Tensor:
 
 
 def _total(block: Block, x: Frame, dims: tuple[int, ...]) -> Block:
-    """The sum over dims of a block that lies as x's, complete over the axes that cut them; dims are kept."""
+    """Return the sum over dims of a block that lies as x's, complete over the axes that cut them; dims are kept."""
     layout = x.layout
     shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     over = tuple(a for d in dims for a in layout.dims[d])

@@ -42,7 +42,7 @@ def ring_attention(
     key_padding: Mask | None = None, documents: Documents | None = None, positions: Any = None,
     scale: float | None = None, dropout: Drop | None = None,
 ) -> Tensor:  # fmt: skip
-    """`attention` of a sequence that is cut: softmax(scale q kᵀ) v, where blocks of keys and values go round.
+    """Return `attention` of a sequence that is cut: softmax(scale q kᵀ) v, where blocks of keys and values go round.
 
     Each rank attends to its own block, then to those that arrive from its left neighbour, while the next one is on its
     way, and merges what they give (Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", 2023).  In
@@ -127,7 +127,7 @@ class _Call:
         self.shape, self.dropout, self.positions = (*shape, keys), dropout, positions
 
     def rotation(self) -> Rotation:
-        """Keys and values [batch, keys, kv heads, 2, e] of every rank."""
+        """Return the keys and values [batch, keys, kv heads, 2, e] of every rank."""
         own = self.x[..., -2:, :] if self.y is None else self.y
         b, _, h, _, e = own.shape
         shapes = [(b, len(span), h, 2, e) for span in self.spans]
@@ -146,13 +146,13 @@ class _Call:
         return visible if n and len(mine) and visible.spans(*every, n, n) else None
 
     def dropped(self, rank: int) -> Dropped | None:
-        """The factors of the probabilities of a rank's keys."""
+        """Return the factors of the probabilities of a rank's keys."""
         if self.dropout is None:
             return None
         return dropped(self.dropout, self.shape, self.ranges, self.positions, self.spans[rank].start)
 
     def forward(self) -> tuple[Block, Block]:
-        """The result, and the logarithms of the sums."""
+        """Return the result, and the logarithms of the sums."""
         queries = Parts.of(self.x, self.y).q
         rotation = self.rotation()
         out: Block = None
@@ -172,7 +172,7 @@ class _Call:
         return out.astype(self.dtype, copy=False), lse
 
     def backward(self, g: Block, out: Block, lse: Block) -> list[Block]:
-        """The gradients of q and kv, or of both packed."""
+        """Return the gradients of q and kv, or of both packed."""
         backend = self.grid.backend
         grads = [backend.empty(b.shape, self.work) for b in (self.x, self.y) if b is not None]
         into = Parts.of(grads[0], None if self.y is None else grads[1])
@@ -220,7 +220,7 @@ class _Call:
 
 
 def _parts(batch: int, heads: int) -> list[tuple[slice, slice]]:
-    """The batch and the heads in about PARTS parts."""
+    """Return the batch and the heads in about PARTS parts."""
     items = row_spans(batch, max(1, math.ceil(batch / PARTS))) or [slice(0, 0)]
     each = max(1, PARTS // len(items))
     some = row_spans(heads, max(1, math.ceil(heads / each))) or [slice(0, 0)]
@@ -228,7 +228,7 @@ def _parts(batch: int, heads: int) -> list[tuple[slice, slice]]:
 
 
 def _within(drop: Dropped | None, b: slice, h: slice) -> Dropped | None:
-    """The factors of a part of the batch and of the heads."""
+    """Return the factors of a part of the batch and of the heads."""
     if drop is None:
         return None
     return lambda batch, heads, rows, keys: drop(

@@ -17,7 +17,7 @@ Frequencies = float | np.ndarray
 
 
 def rotary_frequencies(width: int, base: float = 10000.0) -> np.ndarray:
-    """The angles a position, `base ** (-2 i / width)` for pair i of `width` features; float64, on the host."""
+    """Return the angles a position, `base ** (-2 i / width)` for pair i of `width` features; float64, on the host."""
     if width % 2:
         raise ValueError(f"rotary positions turn pairs of features; a head's width of {width} is odd")
     check_memory(f"rotary positions of {width} features", 4 * width)
@@ -61,7 +61,7 @@ def rotary(
     if any(x.grid.sizes[a] > 1 for a in (*cuts[4], *(cuts[3] if turned < x.shape[3] else ()))):
         right = x.layout.with_dim(3, None).with_dim(4, None)
         raise LayoutError(
-            f"rotary: z of shape {x.shape} is {x.layout!r}; a head's parts and features are whole: mend it by "
+            f"rotary: z of shape {x.shape} is {x.layout!r}; a head's parts and features must be whole: mend it by "
             f".redistribute({right!r})"
         )
     rest = x.layout

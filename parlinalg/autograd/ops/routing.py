@@ -77,7 +77,7 @@ class Queues:
         return tuple(a for a in self.axis if a not in lead and self.grid.sizes[a] > 1)
 
     def layout(self, features: Cut) -> Layout:
-        """The layout of the buffer whose features are cut so."""
+        """Return the layout of the buffer whose features are cut so."""
         return Layout(self.axis, self.batch_cut, self.queue_cut, features)
 
     @cached_property
@@ -92,7 +92,7 @@ class Queues:
         return [tuple(at[a] for a in axes) for at in self.peers]
 
     def rows(self, at: Coords) -> int:
-        """The sequences of a rank."""
+        """Return the sequences of a rank."""
         return len(span(self.shape[0], self.tokens.dims[0], self.grid.sizes, at))
 
     @cached_property
@@ -112,7 +112,7 @@ class Queues:
         return self.experts, self.groups, self.capacity
 
     def runs(self, at: Coords, positions: np.ndarray | None) -> Runs:
-        """The tokens of a rank as runs of neighbours in their sequence."""
+        """Return the tokens of a rank as runs of neighbours in their sequence."""
         here = span(self.shape[1], self.tokens.dims[1], self.grid.sizes, at)
         where = np.arange(here.start, here.stop) if positions is None else positions[here.start : here.stop]
         order = np.argsort(where, kind="stable")
@@ -167,7 +167,7 @@ class Routing:
 
     # ------------------------------------------------------------------ queues
     def _scan(self) -> None:
-        """The place of every token in its queue, by an exclusive scan of the counts of all runs."""
+        """Find the place of every token in its queue, by an exclusive scan of the counts of all runs."""
         q, choices = self.queues, self.choices
         batch, _, k = choices.shape
         runs = [q.runs(at, self.positions) for at in q.peers]
@@ -195,7 +195,7 @@ class Routing:
         return index_of(self.queues.crossed, self.queues.grid.sizes, self.queues.grid.coords)
 
     def _gathered(self, runs: Sequence[Runs], mine: np.ndarray) -> list[np.ndarray]:
-        """The counts [run, choice, sequence, expert] of all ranks that exchange tokens."""
+        """Return the counts [run, choice, sequence, expert] of all ranks that exchange tokens."""
         q = self.queues
         if len(q.peers) == 1:
             return [mine]
@@ -214,8 +214,10 @@ class Routing:
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def _line_up(self, runs: Sequence[Runs], counts: Sequence[np.ndarray]) -> None:
-        """For each part of the batch: where each run's tokens begin in the queues, how many of them are taken (both
-        [choice, run, sequence, expert]), and [run]: whose, and which of its own."""
+        """Find where each run's tokens begin in the queues of its part of the batch, and how many of them are taken.
+
+        Both are [choice, run, sequence, expert].  With them comes for every run whose it is, and which of its own.
+        """
         q = self.queues
         self._lines: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for part in dict.fromkeys(q.parts):
@@ -234,7 +236,7 @@ class Routing:
 
     # ------------------------------------------------------------------ the exchange
     def _plan_sends(self, backend: Backend) -> None:
-        """The tokens that this rank sends: tokens by receiver, and for one receiver by expert, sequence and place."""
+        """Find the tokens that this rank sends: by receiver, and for one receiver by expert, sequence and place."""
         q, (_, length, k) = self.queues, self.choices.shape
         of_expert = self._receivers(q.experts, q.axis)
         of_place = self._receivers(q.capacity, q.queue_cut)
@@ -249,7 +251,7 @@ class Routing:
         self.by_choice = [(backend.from_host(r), backend.from_host(tokens[r])) for r in rows]
 
     def _receivers(self, n: int, cut: Cut) -> np.ndarray:
-        """For each of n items cut so, the share of its holder's number among the peers; -1 where it is no peer."""
+        """Return for each of n items the part of its holder's number among the peers that this cut gives, or -1."""
         q = self.queues
         sizes, found = q.grid.sizes, np.zeros(n, np.int64)
         if not cut:
@@ -264,7 +266,7 @@ class Routing:
         return np.where(elsewhere, -1, found)
 
     def _plan_receives(self, backend: Backend) -> None:
-        """The places in the buffer of arriving tokens: by sender, and of one sender by expert, sequence and place."""
+        """Find the places in the buffer of arriving tokens: by sender, and then by expert, sequence and place."""
         q = self.queues
         e, groups, c = q.grid.block(Layout(q.axis, q.batch_cut, q.queue_cut), q.buffer)
         senders, places, first = [], [], 0
@@ -351,7 +353,7 @@ def route(
 
 
 def best(block: Block, k: int) -> Block:
-    """The indices [..., k] of the k largest of the last dim, the largest first; of equal ones the first."""
+    """Return the indices [..., k] of the k largest of the last dim, the largest first; of equal ones the first."""
     xp = namespace(block)
     found = []
     for _ in range(k):

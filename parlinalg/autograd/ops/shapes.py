@@ -22,7 +22,7 @@ Key = int | slice | EllipsisType | None
 
 
 def redistribute(x: Tensor, layout: Layout) -> Tensor:
-    """The same value in another layout; the gradient goes back to the old one.  Collective."""
+    """Return the same value in another layout; the gradient goes back to the old one.  Collective."""
     x = as_tensor(x)
     if fitting(layout, x.shape, x.grid) == x.layout:
         return x
@@ -31,7 +31,7 @@ def redistribute(x: Tensor, layout: Layout) -> Tensor:
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:
-    """The same value in another floating dtype; the gradient is converted back.
+    """Return the same value in another floating dtype; the gradient is converted back.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Any) -> Tensor:
-    """The same elements in another shape.
+    """Return the same elements in another shape.
 
     Dims are matched in groups of equal products; within a group only the first dim may be cut, and its pieces must be
     whole pieces of the group's new first dim too.  Nothing moves.
@@ -76,7 +76,7 @@ def reshape(x: Tensor, shape: Any) -> Tensor:
 
 
 def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
-    """Dims permuted, by default reversed; a view."""
+    """Return a view with permuted dims, by default reversed."""
     x = as_tensor(x)
     dims = tuple(range(x.ndim))[::-1] if order is None else tuple(d % x.ndim for d in order)
     y = x.data.transpose(dims)
@@ -96,7 +96,7 @@ def is_plain(key: Any) -> bool:
 
 
 def getitem(x: Tensor, key: Any) -> Tensor:
-    """The elements chosen by an index; integers, slices, `...` and `None` are taken of dims that are not cut.
+    """Return the elements chosen by an index; integers, slices, `...` and `None` are taken of dims that are not cut.
 
     Raises
     ------

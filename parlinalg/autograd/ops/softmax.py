@@ -29,11 +29,11 @@ class Pieces:
         self.grid = z.grid
 
     def sum(self, numbers: Block) -> Block:
-        """The sums over the pieces of a row; the block's own storage is used."""
+        """Return the sums over the pieces of a row; the block's own storage is used."""
         return self._over(numbers, "sum")
 
     def max(self, numbers: Block) -> Block:
-        """The maxima over the pieces of a row."""
+        """Return the maxima over the pieces of a row."""
         return self._over(numbers, "max")
 
     def _over(self, numbers: Block, op: str) -> Block:
@@ -45,7 +45,7 @@ class Pieces:
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:
-    """exp(x) over its sum along a dim, which may be cut: two all-reduces of a number a row then."""
+    """Return exp(x) over its sum along a dim, which may be cut: two all-reduces of a number a row then."""
     x, back = _last(x, axis)
     z = summed(x.data, "softmax")
     pieces, block = Pieces(z), z.block
@@ -64,7 +64,7 @@ def softmax(x: Any, axis: int = -1) -> Tensor:
 
 
 def log_softmax(x: Any, axis: int = -1) -> Tensor:
-    """x - log sum exp(x) along a dim, which may be cut: two all-reduces of a number a row then."""
+    """Return x - log sum exp(x) along a dim, which may be cut: two all-reduces of a number a row then."""
     x, back = _last(x, axis)
     z = summed(x.data, "log_softmax")
     pieces, block = Pieces(z), z.block
@@ -82,7 +82,7 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
 
 
 def _last(x: Any, axis: int) -> tuple[Tensor, Any]:
-    """The tensor with the dim last, and the way back."""
+    """Return the tensor with the dim last, and the way back."""
     x = as_tensor(x)
     (dim,) = dims_of(axis, x.ndim)
     if dim == x.ndim - 1:

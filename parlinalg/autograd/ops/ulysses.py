@@ -49,7 +49,9 @@ class _Shares(NamedTuple):
 
 
 def share_heads(kv: Any, group: int, axes: Cut) -> Tensor:
-    """Keys and values cut along the sequence, as the queries of whole sequences meet them: their heads once a query.
+    """Return keys and values cut along the sequence, as the queries of whole sequences meet them.
+
+    Their heads come once a query.
 
     The cut of the sequence by `axes` is exchanged for one of the heads of the queries, `group` to a head of keys; a
     rank receives the heads of keys that its queries meet, each once (grouped queries of Ainslie et al., GQA, 2023,
@@ -144,13 +146,13 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def narrow(x: Any, dim: int, start: int, stop: int) -> Tensor:
-    """Items `start` to `stop - 1` of a whole dim; a view."""
+    """Return a view of items `start` to `stop - 1` of a whole dim."""
     x = as_tensor(x)
     data = summed(x.data, "narrow")
     if effective(data.layout, data.grid).dims[dim]:
         right = data.layout.with_dim(dim, None)
         raise LayoutError(
-            f"narrow: dim {dim} of {data.layout!r} is cut; it is whole: mend it by .redistribute({right!r})"
+            f"narrow: dim {dim} of {data.layout!r} is cut; it must be whole: mend it by .redistribute({right!r})"
         )
     rest, where = data.layout, (slice(None),) * (dim % data.ndim) + (slice(start, stop),)
     shape = (*data.shape[:dim], stop - start, *data.shape[dim + 1 :])

@@ -259,7 +259,7 @@ def gelu_and_slope(x: Block, approximate: bool) -> tuple[Block, Block]:
 
 @inlined
 def _half_and_rest(v: Any, f: Any) -> tuple[Any, Any]:
-    """h = (1 + tanh(u))/2 = 1/(1 + exp(-2u)) for u = √(2/π) (v + 0.044715 v³), and 2 (1 - h) u′."""
+    """Return h = (1 + tanh(u))/2 = 1/(1 + exp(-2u)) for u = √(2/π) (v + 0.044715 v³), and 2 (1 - h) u′."""
     q = v * v
     h = f(1) / (f(1) + exp(v * (f(-2 * _C) + f(-2 * _A * _C) * q)))
     return h, (f(1) - h) * (f(2 * _C) + f(6 * _A * _C) * q)
@@ -306,7 +306,7 @@ def _climbed_four(p: Any, x: Any, c: Any, f: Any) -> Any:
 
 @inlined
 def _erf_and_exp(x: Any, f: Any) -> tuple[Any, Any]:
-    """erf(x), as above, and exp(-x²)."""
+    """Return erf(x), as above, and exp(-x²)."""
     s = -x if x < f(0) else x
     t = s
     e = exp(-(s * s))

@@ -94,7 +94,7 @@ class BertEncoder(Transformer, Pretrained):
     def forward(
         self, ids: Tensor | DistArray, attention_mask: Any = None, token_type_ids: Tensor | DistArray | None = None
     ) -> Tensor:  # fmt: skip
-        """The hidden states.
+        """Return the hidden states.
 
         Parameters
         ----------
@@ -112,7 +112,7 @@ class BertEncoder(Transformer, Pretrained):
         return x
 
     def embed(self, ids: Tensor | DistArray, token_type_ids: Tensor | DistArray | None = None) -> Tensor:
-        """The residual stream before the blocks."""
+        """Return the residual stream before the blocks."""
         check_ids(ids)
         if token_type_ids is None:
             token_type_ids = (ids.data if isinstance(ids, Tensor) else ids) * 0
@@ -122,7 +122,7 @@ class BertEncoder(Transformer, Pretrained):
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits of the tokens, [batch, sequence, vocab_size] in `scheme.inner`, from the hidden states."""
+        """Return the logits of the tokens, [batch, sequence, vocab_size] in `scheme.inner`, from the hidden states."""
         return self.embedding.logits(x)
 
     def ends(self) -> tuple[Layer, Layer]:
@@ -130,7 +130,7 @@ class BertEncoder(Transformer, Pretrained):
         return Layer("embedding", self.embed, first, True), Layer("head", self.logits, (self.embedding,), True)
 
     def layers(self) -> list[Layer]:
-        """The layers in their order; the first takes ids, or a dict of the arguments of `forward`.
+        """Return the layers in their order; the first takes ids, or a dict of the arguments of `forward`.
 
         With an attention mask pairs of hidden states and mask go from layer to layer.
         """
@@ -155,7 +155,7 @@ class BertEncoder(Transformer, Pretrained):
 
 
 def _padded(block: Callable[..., Tensor], x: Any) -> Any:
-    """A block's outputs, beside the mask of padding where there is one."""
+    """Return a block's outputs, beside the mask of padding where there is one."""
     if not isinstance(x, tuple):
         return block(x)
     hidden, mask = x

@@ -90,7 +90,7 @@ class CausalModel(Transformer, Pretrained):
         return bool(self.config["tie_word_embeddings"])
 
     def forward(self, ids: Tensor | DistArray, cache: Cache | None = None, *, last: bool = False) -> Tensor:
-        """The logits of the token after each.
+        """Return the logits of the token after each.
 
         Parameters
         ----------
@@ -113,11 +113,11 @@ class CausalModel(Transformer, Pretrained):
         return self.logits(x, last=last)
 
     def cache(self, length: int) -> Cache:
-        """An empty cache for so many tokens."""
+        """Return an empty cache for so many tokens."""
         return Cache(KeyValueCache(length) for _ in self.blocks)
 
     def embed(self, ids: Tensor | DistArray, start: int = 0) -> Tensor:
-        """The residual stream before the blocks; the first token is at position `start`."""
+        """Return the residual stream before the blocks; the first token is at position `start`."""
         check_ids(ids)
         length, most = start + ids.shape[1], self.config["max_position_embeddings"]
         if length > most:
@@ -132,7 +132,7 @@ class CausalModel(Transformer, Pretrained):
         return out
 
     def logits(self, x: Tensor, *, last: bool = False) -> Tensor:
-        """The logits, from the residual stream after the blocks."""
+        """Return the logits, from the residual stream after the blocks."""
         if last:
             x = ops.select(x, 1, x.shape[1] - 1).redistribute(self.scheme.leading(1).residual)
         y = self.norm(x)
@@ -153,5 +153,5 @@ class CausalModel(Transformer, Pretrained):
 
 
 def _with_cache(block: Callable[..., Tensor], x: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-    """A block's outputs, where keys and values of the tokens before `start` are in its cache."""
+    """Return a block's outputs, where keys and values of the tokens before `start` are in its cache."""
     return block(x, cache=cache)

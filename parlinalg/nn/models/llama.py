@@ -138,7 +138,7 @@ class Mixtral(Llama):
 
 
 def frequencies(width: int, base: float, scaling: Mapping[str, Any] | None) -> np.ndarray:
-    """The angles a position of a head's pairs of features, scaled for sequences longer than those of the training.
+    """Return the angles a position of a head's pairs of features, scaled for longer sequences than the training's.
 
     Parameters
     ----------

@@ -64,18 +64,18 @@ class Transformer(Module):
 
     # ------------------------------------------------------------------ layers
     def layers(self) -> list[Layer]:
-        """The layers in their order: the model is one after the other."""
+        """Return the layers in their order: the model is one after the other."""
         first, last = self.ends()
         blocks = [Layer(f"blocks.{i}", block, (block,)) for i, block in enumerate(self.blocks)]
         return [first, *blocks, last]
 
     def ends(self) -> tuple[Layer, Layer]:
-        """The layers before and after the blocks."""
+        """Return the layers before and after the blocks."""
         raise NotImplementedError(f"{type(self).__name__} defines no ends()")
 
     # ------------------------------------------------------------------ counts
     def flops(self, batch: int, sequence: int) -> int:
-        """Floating-point operations of one forward and backward pass over a whole batch, on all ranks together.
+        """Return the floating-point operations of a forward and backward pass over a batch, on all ranks together.
 
         Those of the products, and of all pairs of queries and keys, masked or not, as is usual (Chowdhery et al.,
         "PaLM", 2022, appendix B); what is computed again does not count.
@@ -83,7 +83,7 @@ class Transformer(Module):
         return sum(self.layer_flops(batch, sequence))
 
     def layer_flops(self, batch: int, sequence: int) -> list[int]:
-        """The same of each of the `layers`."""
+        """Return what `flops` does, of each of the `layers`."""
         pairs = 2 * sequence * self.config["num_attention_heads"] * self.head_dim
         first, last = self.outside(batch, sequence)
         linear = [sum(m.multiplications for m in block.modules()) for block in self.blocks]
@@ -91,7 +91,7 @@ class Transformer(Module):
         return [6 * n for n in (first, *blocks, last)]
 
     def outside(self, batch: int, sequence: int) -> tuple[int, int]:
-        """Multiplications of the forward pass before the blocks, and after them: of the head."""
+        """Return the multiplications of the forward pass before the blocks, and after them: of the head."""
         return 0, batch * sequence * int(self.config["vocab_size"] * self.config["hidden_size"])
 
     @property
@@ -106,7 +106,7 @@ class Transformer(Module):
 
 # ------------------------------------------------------------------ initial values
 def spread(std: float, layers: int = 0) -> Callable[[str, Declared], Initializer | None]:
-    """The rule of GPT-2's initial weights: normal with this standard deviation.
+    """Return the rule of GPT-2's initial weights: normal with this standard deviation.
 
     With `layers`, what is added to the residual stream is divided by √(2 layers), so that its variance does not grow
     with them (Radford et al., "Language models are unsupervised multitask learners", 2019).  Biases and norms stay.
@@ -135,7 +135,7 @@ def refuse(model: type[Module], unknown: Mapping[str, Any]) -> None:
 
 
 def checked(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as plain numbers.
+    """Return the arguments as plain numbers.
 
     Raises
     ------
@@ -160,7 +160,7 @@ def checked(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument(what: str, name: str, value: Any) -> Any:
-    """An argument as a plain number, by what its name says it is."""
+    """Return an argument as a plain number, by what its name says it is."""
     if name.startswith("num_") or name.endswith(("_size", "position_embeddings", "head_dim")):
         return tuple(whole(what, n) for n in value) if isinstance(value, tuple) else whole(what, value)
     if name.endswith(("_pdrop", "_dropout", "_dropout_prob")):
@@ -179,7 +179,7 @@ def check_ids(ids: Any) -> None:
 
 
 def floating(model: str, dtype: DTypeLike) -> np.dtype[Any]:
-    """A model's dtype, by its name or as it is."""
+    """Return a model's dtype, by its name or as it is."""
     try:
         found = dtype_named(dtype)
     except TypeError:

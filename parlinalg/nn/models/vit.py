@@ -99,32 +99,32 @@ class ViT(Transformer, Pretrained):
             self.initialize(seed)
 
     def forward(self, images: Tensor | DistArray) -> Tensor:
-        """The logits of the classes."""
+        """Return the logits of the classes."""
         x = self.embed(images)
         for block in self.blocks:
             x = block(x)
         return self.logits(x)
 
     def embed(self, images: Tensor | DistArray) -> Tensor:
-        """The residual stream before the blocks."""
+        """Return the residual stream before the blocks."""
         x: Tensor = self.dropout(self.positions(self.patches(images)))
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits, from the residual stream after the blocks."""
+        """Return the logits, from the residual stream after the blocks."""
         z: Tensor = self.classifier(self.norm(x))
         return z
 
     def flops(self, batch: int, sequence: int | None = None) -> int:
-        """Floating-point operations of one forward and backward pass; the sequence is that of the patches."""
+        """Return the floating-point operations of a forward and backward pass; the sequence is that of the patches."""
         return super().flops(batch, 1 + self.patches.patches)
 
     def layer_flops(self, batch: int, sequence: int | None = None) -> list[int]:
-        """The same of each of the `layers`."""
+        """Return what `flops` does, of each of the `layers`."""
         return super().layer_flops(batch, 1 + self.patches.patches)
 
     def outside(self, batch: int, sequence: int) -> tuple[int, int]:
-        """Multiplications of the forward pass outside of the blocks: of the patches, and of the classes."""
+        """Return the multiplications of the forward pass outside of the blocks: of the patches, and of the classes."""
         patch = self.config["num_channels"] * self.patches.patch[0] * self.patches.patch[1]
         hidden = self.config["hidden_size"]
         return batch * self.patches.patches * patch * hidden, batch * self.config["num_labels"] * hidden

@@ -57,7 +57,7 @@ class Pretrained(Module):
         cls, folder: str | os.PathLike[str], scheme: Scheme | str, grid: Grid, dtype: DTypeLike | None = None, *,
         seed: int = 0, **changes: Any,
     ) -> Self:  # fmt: skip
-        """The model of a folder that Hugging Face's `save_pretrained`, or ours, has written; in evaluation mode.
+        """Return the model of a folder that Hugging Face's `save_pretrained`, or ours, has written; in evaluation mode.
 
         It reads `config.json` and `model.safetensors`, or the files that `model.safetensors.index.json` names; each
         rank reads the part of each tensor that it holds, and nothing else.  Collective.
@@ -89,7 +89,7 @@ class Pretrained(Module):
         cls, folder: str | os.PathLike[str], scheme: Scheme | str, grid: Grid, comm: Comm,
         dtype: DTypeLike | None = None, **changes: Any,
     ) -> tuple[Self, Callable[[Declared, str], DistArray]]:  # fmt: skip
-        """The model of a folder without values, and what `initialize` makes them by; no weight is read yet.
+        """Return the model of a folder without values, and what `initialize` makes them by; no weight is read yet.
 
         Collective over `comm`, all ranks that read the folder, such as those of a pipeline's stages; the rest is as of
         `from_pretrained`.

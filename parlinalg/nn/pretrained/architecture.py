@@ -53,7 +53,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
 
     def places(self, arguments: Arguments, names: Collection[str]) -> dict[str, list[Place]]:
-        """The table, with its tensors named as in files with these tensors."""
+        """Return the table, with its tensors named as in files with these tensors."""
         table = self.table(arguments)
         if any(name.startswith(self.prefix) for name in names):
             return table
@@ -109,7 +109,7 @@ class Row:
         self.parameter, self.dims, self.parts = parameter, dims, parts
 
     def in_layer(self, i: int) -> Row:
-        """The row with this number of a layer in its names."""
+        """Return the row with this number of a layer in its names."""
         number = "{i}", str(i)
         parts = (replace(p, tensor=p.tensor.replace(*number)) for p in self.parts)
         return Row(self.parameter.replace(*number), self.dims, *parts)
@@ -148,11 +148,11 @@ class Place:
         return tuple(range(a, a + self.split[d]) for a, d in zip(self.start, self.order, strict=True))
 
     def seen(self, tensor: Any) -> Any:
-        """The tensor as the parameter has it; a view."""
+        """Return the tensor as the parameter has it; a view."""
         return tensor.reshape(self.split).transpose(self.order)
 
     def stored(self, parameter: Any) -> Any:
-        """The tensor as the file has it, of the whole parameter."""
+        """Return the tensor as the file has it, of the whole parameter."""
         part = parameter[tuple(slice(r.start, r.stop) for r in self.region)]
         back = sorted(range(len(self.order)), key=lambda d: self.order[d])
         return part.transpose(back).reshape(self.shape)
@@ -167,7 +167,9 @@ def places(rows: Iterable[Row], sizes: Mapping[str, int], layers: int) -> dict[s
 
 
 def in_layers(rows: Iterable[Row], layers: int) -> list[Row]:
-    """The rows of every layer, in the order of the table; those with "{i}" layer by layer where the first one stands.
+    """Return the rows of every layer, in the order of the table.
+
+    Those with "{i}" come layer by layer where the first one stands.
 
     >>> [r.parameter for r in in_layers([Row("a", "h"), Row("{i}.b", "h"), Row("{i}.c", "h")], 2)]
     ['a', '0.b', '0.c', '1.b', '1.c']
@@ -200,5 +202,5 @@ def _place(dims: Sequence[str], part: Part, sizes: Mapping[str, int]) -> Place:
 
 
 def _groups(dims: str) -> list[list[str]]:
-    """The names packed into each dim."""
+    """Return the names packed into each dim."""
     return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", dims)]

@@ -16,7 +16,7 @@ _L = "encoder.layer.{i}"
 
 
 def linear(ours: str, theirs: str, inner: str, outer: str) -> list[Row]:
-    """The rows of a linear layer's weight and bias."""
+    """Return the rows of a linear layer's weight and bias."""
     return [
         Row(f"{ours}.weight", f"{inner} {outer}", Part(f"{theirs}.weight", f"{outer} {inner}")),
         Row(f"{ours}.bias", outer, Part(f"{theirs}.bias", outer)),
@@ -24,12 +24,12 @@ def linear(ours: str, theirs: str, inner: str, outer: str) -> list[Row]:
 
 
 def norm(ours: str, theirs: str) -> list[Row]:
-    """The rows of a layer norm."""
+    """Return the rows of a layer norm."""
     return [Row(f"{ours}.{name}", "h", Part(f"{theirs}.{name}", "h")) for name in ("weight", "bias")]
 
 
 def attention(layer: str, names: tuple[str, str, str], out: str, *, bias: bool = True) -> list[Row]:
-    """The rows of attention, whose queries, keys and values are three layers in the file."""
+    """Return the rows of attention, whose queries, keys and values are three layers in the file."""
     own = [(f"{layer}.{name}", ("u", i, i + 1)) for i, name in enumerate(names)]
     qkv = "blocks.{i}.attention.qkv"
     rows = [Row(f"{qkv}.weight", "h k u e", *(Part(f"{name}.weight", "(k u e) h", of) for name, of in own))]
@@ -43,7 +43,7 @@ def attention(layer: str, names: tuple[str, str, str], out: str, *, bias: bool =
 
 
 def sizes_of(arguments: Arguments) -> dict[str, int]:
-    """The sizes of the dims of an encoder's blocks."""
+    """Return the sizes of the dims of an encoder's blocks."""
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
     return {"1": 1, "h": hidden, "k": heads, "u": 3, "g": 1, "e": hidden // heads, "f": arguments["intermediate_size"]}
 
@@ -66,7 +66,7 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
 
 
 def common_arguments(config: Settings) -> dict[str, Any]:
-    """The arguments that encoders of text and of images share."""
+    """Return the arguments that encoders of text and of images share."""
     return {
         "hidden_act": config.one_of("hidden_act", hidden_acts(), "gelu"),
         "hidden_dropout_prob": config.real("hidden_dropout_prob", 0.0),

@@ -63,7 +63,7 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
 
 
 def _into_attention(kind: str, dims: str, file: str, g: int, packed: bool) -> list[Row]:
-    """The rows of the weights or biases into attention, whose dim {} has queries, keys and values.
+    """Return the rows of the weights or biases into attention, whose dim {} has queries, keys and values.
 
     In one parameter if they are packed, else in two.
     """
@@ -107,7 +107,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
 
 
 def _rope(config: Settings) -> tuple[float, dict[str, Any] | None]:
-    """The base of the rotary positions and how they are scaled, as any version of `transformers` has written them."""
+    """Return the base of the rotary positions and their scaling, as any version of `transformers` has written them."""
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     where, given = f"{config.path}: {key}", config.get(key)
     theta, scaling = config.get("rope_theta", 10000.0), given
@@ -118,7 +118,7 @@ def _rope(config: Settings) -> tuple[float, dict[str, Any] | None]:
 
 
 def rope_scaling(where: str, given: Any) -> dict[str, Any] | None:
-    """How rotary positions are scaled, "rope_type" and the numbers it needs; None where they are not.
+    """Return the scaling of rotary positions, "rope_type" and the numbers it needs; None without one.
 
     Parameters
     ----------

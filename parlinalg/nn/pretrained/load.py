@@ -45,7 +45,7 @@ class Found:
         return self.stored[next(iter(self.places.values()))[0].tensor].dtype
 
     def make(self, declared: Declared, name: str) -> DistArray:
-        """A parameter's values: this rank's block, made of its parts of the tensors alone."""
+        """Return a parameter's values: this rank's block, made of its parts of the tensors alone."""
         block = declared.grid.block(declared.layout, declared.shape)
         host = np.empty(tuple(len(r) for r in block), declared.dtype)
         for place in self.places[name]:
@@ -97,7 +97,7 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: 
 
 
 def stored_in(folder: Path) -> dict[str, Stored]:
-    """The tensors of all files of a folder."""
+    """Return the tensors of all files of a folder."""
     weights = weights_of(folder)
     if not isinstance(weights, dict):
         return read_header(weights[0])

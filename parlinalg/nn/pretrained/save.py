@@ -79,7 +79,7 @@ def save(
 
 
 def _held(parameters: Mapping[str, Parameter], comm: Comm) -> dict[str, tuple[int, str, Shape]]:
-    """For each parameter the rank of `comm` that is the first of the first grid that holds it, its dtype and shape."""
+    """Return for each parameter its first rank in the first grid of `comm` that holds it, its dtype and shape."""
     places = {world_rank: rank for rank, world_rank in enumerate(comm.world_ranks)}
     mine = [[name, places[p.grid.world.world_ranks[0]], p.dtype.name, p.shape] for name, p in parameters.items()]
     found: dict[str, tuple[int, str, Shape]] = {}
@@ -91,7 +91,7 @@ def _held(parameters: Mapping[str, Parameter], comm: Comm) -> dict[str, tuple[in
 
 
 def _gathered(name: str, parameters: Mapping[str, Parameter], held: tuple[int, str, Shape], comm: Comm) -> Any:
-    """The whole parameter on rank 0 of `comm`, None elsewhere."""
+    """Return the whole parameter on rank 0 of `comm`, None elsewhere."""
     first, dtype, shape = held
     p, values = parameters.get(name), None
     if p is not None and p.grid.world.world_ranks[0] == comm.world_ranks[first]:
@@ -155,7 +155,7 @@ class _Files:
 
 
 def shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """The tensors of each file: as many as fit into `most` bytes, and one at least.
+    """Return the tensors of each file: as many as fit into `most` bytes, and one at least.
 
     >>> shards({"a": 3, "b": 3, "c": 9, "d": 1}, 6)
     [['a', 'b'], ['c'], ['d']]
@@ -172,7 +172,7 @@ def shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def named(files: list[list[str]]) -> dict[str, list[str]]:
-    """The same under the names of the files."""
+    """Return the same under the names of the files."""
     if len(files) == 1:
         return {WEIGHTS: files[0]}
     return {f"model-{i:05}-of-{len(files):05}.safetensors": tensors for i, tensors in enumerate(files, 1)}

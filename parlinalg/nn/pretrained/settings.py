@@ -26,7 +26,7 @@ class Settings:
 
     @classmethod
     def read(cls, folder: Path, name: str = "config.json") -> Settings:
-        """The `config.json` of a folder, or another file of settings.
+        """Return the `config.json` of a folder, or another file of settings.
 
         Raises
         ------
@@ -47,20 +47,20 @@ class Settings:
         return cls(values, path)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key; the default where it is missing or null."""
+        """Return the value of a key; the default where it is missing or null."""
         value = self.values.get(name)
         return default if value is None else value
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer; raise for others."""
         return checks.whole(f"{self.path}: {name}", self.get(name, default))
 
     def real(self, name: str, default: float) -> float:
-        """A number of at least 0."""
+        """Return a number of at least 0; raise for others."""
         return checks.real(f"{self.path}: {name}", self.get(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false; raise for others."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.path}: {name} is true or false, not {value!r}")
@@ -74,7 +74,7 @@ class Settings:
         return known[value]
 
     def divides(self, part: str, n: int, whole: str, total: int) -> int:
-        """n, of key `part`, which divides the value of another."""
+        """Return n, of key `part`; raise unless it divides the value of another."""
         if total % n:
             raise ConfigError(f"{self.path}: {whole}={total} does not fall into {part}={n}; give a divisor of {total}")
         return n
@@ -91,7 +91,7 @@ def _listing(folder: Path) -> str:
 
 
 def weights_of(folder: Path) -> list[Path] | dict[str, Path]:
-    """The files of a folder's weights: one, or by the name of each tensor where there is an index.
+    """Return the files of a folder's weights: one, or by the name of each tensor where there is an index.
 
     Raises
     ------

@@ -65,7 +65,7 @@ class Stored:
         return dtype_named(DTYPES[self.code])
 
     def mapped(self) -> np.ndarray:
-        """The tensor, read as it is used: only the pages of what is taken from it.
+        """Return the tensor, read as it is used: only the pages of what is taken from it.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class Writer:
 
 
 def code(dtype: np.dtype[Any]) -> str:
-    """The format's name of a dtype."""
+    """Return the format's name of a dtype."""
     found = next((code for code, name in DTYPES.items() if name == dtype.name), None)
     if found is None:
         raise ConfigError(f"weights of dtype {dtype} cannot be saved; they may be {', '.join(DTYPES.values())}")

@@ -41,7 +41,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _sides(config: Settings, name: str, default: int) -> int | tuple[int, int]:
-    """A side, or height and width."""
+    """Return a side, or height and width."""
     value = config.get(name, default)
     if not isinstance(value, list):
         return config.whole(name, default)

@@ -182,7 +182,10 @@ class _Task:
         return bool(most * self.scale**2 <= CALM**2)
 
     def by_head(self, name: str, part: Block) -> Block:
-        """[batch, keys, heads, e] as [batch, heads, keys, e], in the working dtype; contiguous if it is used often."""
+        """Return [batch, keys, heads, e] as [batch, heads, keys, e], in the working dtype.
+
+        It is contiguous if it is used often.
+        """
         b, n, h, e = part.shape
         if len(self.rows) == 1 and part.dtype == self.work and part.strides[-1] == part.itemsize:
             return part.transpose(0, 2, 1, 3)
@@ -191,7 +194,8 @@ class _Task:
         return out
 
     def rows_by_head(self, name: str, part: Block, scale: Any = None) -> Block:
-        """[batch, rows, heads, g, e] as contiguous [batch, heads, g * rows, e], in the working dtype, times scale.
+        """Return [batch, rows, heads, g, e] as contiguous [batch, heads, g * rows, e], times scale, in the working
+        dtype.
 
         The scale is a number, or an array that broadcasts to [batch, heads, g, rows, e].
         """
@@ -208,7 +212,7 @@ class _Task:
         return out.reshape(b, h, g * n, e)
 
     def product(self, name: str, a: Block, b: Block) -> Block:
-        """a @ b in an array of this name."""
+        """Return a @ b in an array of this name."""
         return self.xp.matmul(a, b, out=self.room.get(name, *a.shape[:-1], b.shape[-1]))
 
     def place(self, *shape: int) -> Block:
@@ -220,13 +224,13 @@ class _Task:
         return self.kept[at : self.used].reshape(shape)
 
     def scores(self, qs: Block, kt: Block, b: slice, h: slice, rows: slice, keys: slice) -> Block:
-        """Scaled scores of a block, -inf where a key is not seen: [batch, heads, g * rows, keys]."""
+        """Return the scaled scores of a block, -inf where a key is not seen: [batch, heads, g * rows, keys]."""
         s = self.xp.matmul(qs, kt, out=self.place(*qs.shape[:-1], kt.shape[-1]))
         self.visible.hide(self.apart(s, rows), b, h, rows, keys)
         return s
 
     def apart(self, s: Block, rows: slice) -> Block:
-        """[batch, heads, g * rows, n] as [batch, heads, g, rows, n]."""
+        """Return [batch, heads, g * rows, n] as [batch, heads, g, rows, n]."""
         return s.reshape(*s.shape[:2], self.group, rows.stop - rows.start, s.shape[-1])
 
     def spans(self, b: slice, h: slice, rows: slice) -> list[tuple[int, int]]:
@@ -245,7 +249,7 @@ class _Task:
         return self.xp.matmul(s, self.ones[: s.shape[-1]])
 
     def exponentiate(self, s: Block, shift: Block = None) -> Block:
-        """s = exp(s - shift) in place; the sums of its rows, as columns."""
+        """Replace s by exp(s - shift) in place; return the sums of its rows, as columns."""
         if self.loops and s.size:
             sums = self.xp.empty((*s.shape[:-1], 1), s.dtype)
             tops = sums.reshape(-1)[:0] if shift is None else flat(shift)
@@ -257,15 +261,29 @@ class _Task:
         return self.sums(s)
 
     def through_softmax(self, dp: Block, p: Block, dot: Block) -> None:
-        """dp = (dp - dot) p in place: the gradient of scores from that of probabilities."""
+        """Replace dp by (dp - dot) p in place: the gradient of scores from that of probabilities."""
         if self.loops and p.size:
             _softmax_grad_loop(contiguous_rows(p), contiguous_rows(dp), flat(dot))
             return
         dp -= dot
         dp *= p
 
+    def write_dq(self, target: Block, dqs: Block | None, rows: slice, add: bool) -> None:
+        """Write the scaled gradient of queries `rows`, or add it to, [batch, heads, g, rows, e]; None where it is 0."""
+        if dqs is None:
+            if not add:
+                target[...] = 0
+        elif add:
+            dqs *= self.scale
+            target += self.apart(dqs, rows)
+        elif target.dtype == self.work:
+            self.xp.multiply(self.apart(dqs, rows), self.scale, out=target)
+        else:
+            dqs *= self.scale
+            target[...] = self.apart(dqs, rows)
+
     def thinned(self, s: Block, factor: Block, rows: slice) -> Block:
-        """s times the factors of dropout, in an array of its own."""
+        """Return s times the factors of dropout, in an array of its own."""
         out = self.room.get("thinned", *s.shape)
         self.xp.multiply(self.apart(s, rows), factor, out=self.apart(out, rows))
         return out
@@ -447,18 +465,7 @@ def backward(
                     dqs = task.product("dq", dp, ks[..., keys, :])
                 else:
                     dqs += task.product("more", dp, ks[..., keys, :])
-            target = dq[b, rows, h].transpose(0, 2, 3, 1, 4)
-            if dqs is None:
-                if not add[0]:
-                    target[...] = 0
-            elif add[0]:
-                dqs *= task.scale
-                target += task.apart(dqs, rows)
-            elif dq.dtype == work:
-                xp.multiply(task.apart(dqs, rows), task.scale, out=target)
-            else:
-                dqs *= task.scale
-                target[...] = task.apart(dqs, rows)
+            task.write_dq(dq[b, rows, h].transpose(0, 2, 3, 1, 4), dqs, rows, add[0])
         for whole, part in ((dk, dks), (dv, dvs)):
             part = part.transpose(0, 2, 1, 3)
             whole[b, :, h] = part + whole[b, :, h] if add[1] else part

@@ -36,7 +36,7 @@ class DeviceTask(_Task):
         self.small = _Room(self.xp, q.dtype)
 
     def turned(self, name: str, part: Block, dtype: Any = None) -> Block:
-        """[batch, n, heads, …, e] as contiguous [batch, heads, … × n, e], in the blocks' dtype or another."""
+        """Return [batch, n, heads, …, e] as contiguous [batch, heads, … × n, e], in the blocks' dtype or another."""
         order = (0, 2, 1, 3) if part.ndim == 4 else (0, 2, 3, 1, 4)
         room = self.small if dtype is None else self.room
         out = room.get(name, *(part.shape[i] for i in order))

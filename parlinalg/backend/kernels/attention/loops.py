@@ -29,7 +29,7 @@ _SMALL = 1_000_000
 @intrinsic
 def _gemm(context: Any, address: Any, turn_a: Any, turn_b: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any,
           b: Any, ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
-    """CBLAS's gemm, which is at this address."""
+    """Return CBLAS's gemm, which is at this address."""
     flag, size = types.int32, types.int64
     signature = types.void(size, flag, flag, size, size, size, alpha, size, size, size, size, alpha, size, size)
 
@@ -203,7 +203,7 @@ def _greatest_of(s, i, start, stop, top):
 
 @njit(**AS_WRITTEN)
 def _room(rows, keys):
-    """Shape [rows, spans, keys of a span] of scores; rows are not a power of two apart."""
+    """Return the shape [rows, spans, keys of a span] of scores; rows are not a power of two apart."""
     spans = -(-keys // _SPAN)
     return rows, spans + (spans + 1) % 2, _SPAN
 

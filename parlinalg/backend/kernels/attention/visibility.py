@@ -171,7 +171,7 @@ class Visible:
             found = [span for low, high in found for span in self._runs(heads, rows, low, high)]
         if self.documents is not None:
             met = self._documents_met(batch, rows)
-            found = [_trimmed(met[low:high], low, high) for low, high in found]
+            found = [_trimmed(met[low:high], low) for low, high in found]
         return [(at, min(at + most, stop)) for start, stop in found for at in range(start, stop, most)]
 
     def _near(self, rows: slice, run: TokenRun) -> Span:
@@ -186,7 +186,7 @@ class Visible:
         if not run.step:
             assert self.places is not None
             here = self.places[1].positions[low:high]
-            return _trimmed((here < last + ahead) & (here >= (here if least is None else least)), low, high)
+            return _trimmed((here < last + ahead) & (here >= (here if least is None else least)), low)
         if least is not None:
             low = max(low, _before(run, least))
         return low, min(high, _before(run, last + ahead))
@@ -251,7 +251,7 @@ class Visible:
             self._hide_where(scores, namespace(scores).logical_not(seen))
 
     def edges(self, rows: slice, keys: slice) -> Span | None:
-        """(after, upto): by their positions, query i of a block sees its keys with i + upto < j <= i + after.
+        """Return (after, upto): by their positions, query i of a block sees its keys with i + upto < j <= i + after.
 
         Query i of the block stands at a + i s, key j at b + j s: with lag = a - b, the key is not after the query where
         j <= i + lag // s, and so on.  None where the steps are not alike.
@@ -341,7 +341,7 @@ class Visible:
         namespace(scores).copyto(scores, scores.dtype.type(-math.inf), where=hidden)
 
     def _edge(self, scores: Block, rows: int, columns: int, ahead: int) -> Block:
-        """0, and -inf where column j is beyond row i: j + ahead > i."""
+        """Return 0, and -inf where column j is beyond row i: j + ahead > i."""
         key = (rows, columns, ahead)
         if key not in self._edges:
             if len(self._edges) > 16:
@@ -363,7 +363,7 @@ class Visible:
 
 
 def _within(keep: Block, *parts: slice) -> Block:
-    """These parts of the first dims of a mask; dims of size 1 stand for all."""
+    """Return these parts of the first dims of a mask; dims of size 1 stand for all."""
     return keep[tuple(p if n > 1 else slice(None) for p, n in zip(parts, keep.shape, strict=False))]
 
 
@@ -372,8 +372,8 @@ def _before(run: TokenRun, position: int) -> int:
     return run.start + max(0, -((run.first - position) // run.step))
 
 
-def _trimmed(met: np.ndarray, low: int, high: int) -> Span:
-    """Return a span without the keys at its ends that are not met."""
+def _trimmed(met: np.ndarray, low: int) -> Span:
+    """Return the span from the first to the last key that is met; `met` says it of the keys from `low` on."""
     here = np.flatnonzero(met)
     return (low + int(here[0]), low + int(here[-1]) + 1) if here.size else (low, low)
 
