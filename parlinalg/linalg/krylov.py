@@ -635,7 +635,10 @@ def cg(
         beta = 0.0 if first else _ratio(gamma, before, active)
         curvature = delta if first else delta - beta * _ratio(gamma, alpha, active)
         wrong = active & ((gamma <= 0) | (curvature <= 0)) & s.values
-        if wrong.any() and not first:  # by rounding, if it is so no more with the true residual
+        if wrong.any() and not first:  # by rounding, if it is so no more with a true product or residual
+            curvature, surely = _curvature(s, u, w, plus(u, s.factor(beta), p))
+            if (surely := surely & wrong).any():
+                raise _indefinite(s, gamma, curvature, np.zeros_like(surely), surely, step)
             r = s.b - s.times(x)
             u = s.preconditioned(r)
             w, first = s.times(u), True
@@ -675,6 +678,14 @@ def _fitted(
             w, fitted = s.times(u), True
             gamma, delta = s.vectors.products((r, u), (w, u)).real
     return (u, w, gamma, delta) if fitted else None
+
+
+def _curvature(s: _System, u: DistArray, w: DistArray, p: DistArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pᴴ A p, and for which systems it is below 0 by more than rounding; w is A u."""
+    q = s.times(p)
+    curvature, pp, qq, uu, ww = s.vectors.products((p, q), (p, p), (q, q), (u, u), (w, w)).real
+    norm = np.sqrt(np.maximum(_ratio(qq, pp, True), _ratio(ww, uu, True)))  # at most ‖A‖
+    return curvature, curvature < -s.n * np.finfo(s.dtype).eps * norm * pp
 
 
 def _indefinite(s: _System, gamma: Any, curvature: Any, m: Any, a: Any, step: int) -> LinAlgError:

@@ -558,7 +558,8 @@ def lobpcg(
         raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {given}")
     (n, k), maxiter = X.shape[-2:], whole("lobpcg: maxiter", maxiter, 0)
     if k < 1 or 3 * k > n:
-        raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
+        most = f"1 to {n // 3} vectors" if n >= 3 else "no vectors"
+        raise ValueError(f"lobpcg takes {most} of {n} elements, not {k}; eigh has all of them")
     dtype = _precise(A, X, B)
     if any(map(lead_of, (A, X, B, M))):
         options: Any = {"tol": tol, "maxiter": maxiter, "largest": largest, "callback": callback}
@@ -734,7 +735,7 @@ def _orthonormal(g: np.ndarray, sizes: np.ndarray, limit: float) -> np.ndarray:
     limit : float
         Combinations of at most this squared length are left out.
     """
-    scale = np.sqrt(np.maximum(sizes, np.finfo(g.dtype).tiny))
+    scale = np.sqrt(np.where(sizes > 0, sizes, 1))
     d, q = np.linalg.eigh(g / scale[:, None] / scale[None, :])
     kept = d > limit
     found: np.ndarray = q[:, kept] / np.sqrt(d[kept]) / scale[:, None]

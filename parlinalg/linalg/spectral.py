@@ -136,7 +136,7 @@ def _overflow_named(a: DistArray, name: str) -> Iterator[None]:
     except ValueError as error:
         if not str(error).endswith(ODD):
             raise
-        if not bool(isfinite(getattr(a, "data", a)).all()):
+        if not bool(isfinite(tril(getattr(a, "data", a))).all()):
             raise ValueError(f"{name} takes finite numbers; a has {ODD}") from None
         raise LinAlgError(
             f"{name}: eigenvalues w of a v = w b v are beyond the largest number of {a.dtype}, as is L⁻¹ a L⁻ᴴ with "

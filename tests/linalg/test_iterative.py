@@ -678,6 +678,22 @@ def test_single_precision_stays(grid):
         assert x.dtype == "float32"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_conjugate_gradients_of_indefinite_matrices(grid, dtype):
+    """A direction of negative curvature is named where it shows late, unless rounding may be the cause."""
+    n = 10
+    q, b = np.linalg.qr(random(n, n, dtype=dtype))[0], random(n, dtype=dtype, seed=2)
+    for least in (-3.0, -0.2):
+        a = placed(grid, ((q * np.r_[least, np.linspace(1, 9, n - 1)]) @ q.conj().T).astype(dtype), 1)
+        for options in ({}, {"pipelined": True}, {"M": lambda r: 2.0 * r}):
+            with pytest.raises(np.linalg.LinAlgError, match="cg takes positive definite A: pᴴ A p = -"):
+                cg(a, placed(grid, b, 1), rtol=1e-6, **options)
+    a = placed(grid, definite(n, dtype, low=1e-2)[0], 1)
+    for options in ({}, {"pipelined": True}):  # as far as rounding lets it
+        x, _ = cg(a, placed(grid, b, 1), rtol=0, maxiter=200, **options)
+        close(a @ x, b, 1e-3 if dtype == "float32" else 1e-10)
+
+
 def test_zeros_solve_systems_of_zeros(grid):
     """As SciPy's: the first guess counts for the other systems."""
     a = definite(6)[0]
@@ -762,6 +778,9 @@ def test_wrong_use(grid):
         (lambda: lsqr(a, b, x0=b[:2]), ValueError, r"x0 has the shape of the solution, \(6,\), not \(2,\)"),
         (lambda: lsqr(a, b, x0=np.zeros(6)), ValueError, "x0 is a DistArray of the solution's shape on b's grid"),
         (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, .* or two functions .*, not \(6,\)"),
+        (lambda: lobpcg(a, b[:, None], -a), np.linalg.LinAlgError, "only 0 independent vectors of 1, or B is not def"),
+        (lambda: lobpcg(a[:2, :2], b[:2, None]), ValueError, "lobpcg takes no vectors of 2 elements, not 1"),
+        (lambda: lsqr(a, b * np.inf), ValueError, "lsqr takes finite numbers; the right-hand side has NaNs"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
         (lambda: eigsh(a, 2, v0=b * 0), ValueError, "eigsh: v0 is zero"),
         *(
