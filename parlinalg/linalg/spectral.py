@@ -116,7 +116,7 @@ def eigvalsh(
 
 def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
     """Return the eigenvalues and vectors of A v = w B v; the arguments are those of `eigh`."""
-    with _overflow_named(a, "eigh"):
+    with _overflow_named(a, b, "eigh"):
         c, l = standard(a, b, "eigh")
         w, y = eigh(c, **subset)
     return EighResult(w, solve_triangular(l, y, lower=True, adjoint=True))
@@ -124,20 +124,21 @@ def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
 
 def generalized_values(a: DistArray, b: DistArray, **subset: Any) -> DistArray:
     """Return the eigenvalues of A v = w B v; the arguments are those of `eigvalsh`."""
-    with _overflow_named(a, "eigvalsh"):
+    with _overflow_named(a, b, "eigvalsh"):
         return eigvalsh(standard(a, b, "eigvalsh")[0], **subset)
 
 
 @contextmanager
-def _overflow_named(a: DistArray, name: str) -> Iterator[None]:
-    """Where L⁻¹ A L⁻ᴴ of finite A is found to have infinities, raise an error that says why."""
+def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
+    """Where L⁻¹ A L⁻ᴴ of finite A and B = L Lᴴ is found to have infinities, raise an error that says why."""
     try:
         yield
     except ValueError as error:
         if not str(error).endswith(ODD):
             raise
-        if not bool(isfinite(tril(getattr(a, "data", a))).all()):
-            raise ValueError(f"{name} takes finite numbers; a has {ODD}") from None
+        for which, each in (("a", a), ("b", b)):
+            if not bool(isfinite(tril(getattr(each, "data", each))).all()):
+                raise ValueError(f"{name} takes finite numbers; {which} has {ODD}") from None
         raise LinAlgError(
             f"{name}: eigenvalues w of a v = w b v are beyond the largest number of {a.dtype}, as is L⁻¹ a L⁻ᴴ with "
             "b = L Lᴴ; multiply a by a small number, or b by a large one"

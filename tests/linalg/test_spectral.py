@@ -151,7 +151,7 @@ def test_wrong_pairs_of_matrices(grid):
                 function(x, stack)
         with pytest.raises(np.linalg.LinAlgError, match=rf"{name} takes matrices a and b of one size, not of shapes"):
             function(x, y[:4, :4])
-        with pytest.raises(ValueError, match="finite numbers"):
+        with pytest.raises(ValueError, match=f"{name} takes finite numbers; b has NaNs or infinities"):
             function(x, y * np.nan)
         with pytest.raises(TypeError, match="takes DistArrays, not ndarray"):
             function(x, b)
