@@ -522,7 +522,7 @@ def eigh(x: Any, /, b: Any = None, *, subset_by_index: Any = None, subset_by_val
 def eigvalsh(x: Any, /, b: Any = None, **subset: Any) -> Any:
     """Return the eigenvalues of Hermitian matrices; their derivatives need the vectors."""
     if b is not None:
-        return linalg.eigvalsh(spectral.standard(x, b, "eigvalsh")[0], **subset)
+        return spectral.generalized_values(x, b, **subset)
     return eigh(x, **subset).eigenvalues if wants(x) else Tensor(linalg.eigvalsh(x.data, **subset))
 
 

@@ -203,13 +203,27 @@ def _lift(dtype: np.dtype[Any]) -> Any:
     return np.finfo(dtype).dtype.type(2.0 ** (np.finfo(dtype).nmant + 2))
 
 
-def units(largest: np.ndarray) -> np.ndarray:
-    """Return the powers of two that bring sizes of matrices near 1 from near underflow or overflow; 1 of others."""
-    limits = np.finfo(largest.dtype)
-    edge, most = float(limits.tiny) / float(limits.eps), limits.maxexp - 2  # themselves in range
-    odd = (largest > 0) & ((largest < edge) | (largest > 1 / edge))
-    powers = np.where(odd, np.clip(-np.frexp(largest)[1], -most, most), 0)
-    return np.ldexp(np.ones_like(largest), powers)
+def units(largest: Any, *, squares: bool = False) -> Any:
+    """Return the powers of two that bring sizes near 1 from near underflow or overflow; 1 of others.
+
+    With `squares` they do so where squares of the sizes, or sums of them, come near underflow or overflow.
+    """
+    limits, known = np.finfo(largest.dtype), (largest > 0) & np.isfinite(largest)
+    powers = shifts(np.where(known, np.frexp(largest)[1], 0), largest.dtype, squares=squares)
+    return np.ldexp(np.ones_like(largest), np.clip(powers, 2 - limits.maxexp, limits.maxexp - 2))  # themselves in range
+
+
+def shifts(exponents: np.ndarray, dtype: np.dtype[Any], *, squares: bool = False) -> np.ndarray:
+    """Return the exponents of `units` for sizes with these binary exponents, be they in range or not."""
+    limits = np.finfo(dtype)
+    edge = -limits.minexp // 4 if squares else -limits.minexp - limits.nmant
+    found: np.ndarray = np.where(np.abs(exponents) > edge, -exponents, 0)
+    return found
+
+
+def unit(largest: float, dtype: np.dtype[Any], *, squares: bool = False) -> Any:
+    """Return the power of two of `units` for one size, as a real number of the precision of a dtype."""
+    return units(np.asarray(largest, np.finfo(dtype).dtype), squares=squares)[()]
 
 
 def in_range(a: Block) -> tuple[Block, np.ndarray]:

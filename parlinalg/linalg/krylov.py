@@ -5,6 +5,9 @@ scalars that one step needs are summed by one all-reduce.  Vectors lie like the 
 
 Many systems, stacks of matrices or several right-hand sides, take their steps together: each has scalars of its own,
 and those of all systems are summed by the same all-reduce.  A system that has ended keeps its solution.
+
+Where squares would leave the range of the dtype, right-hand sides and matrices are multiplied by powers of two, and
+solutions by others at the end, so that results are those of numbers near 1.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
+from parlinalg.linalg import kernels
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 from parlinalg.matmul.execute import execute
@@ -31,6 +35,9 @@ Apply = Callable[[DistArray], DistArray]
 Operator = DistArray | Apply
 Block = Any
 LinAlgError = np.linalg.LinAlgError
+
+BLUE = 600
+"""Squares of float64 numbers times 2 to this power, or its inverse, are in range if those of the numbers are not."""
 
 
 class Vectors:
@@ -130,6 +137,111 @@ class Vectors:
         """Return the length of a vector, or of each system's."""
         return np.sqrt(np.maximum(self.products((x, x))[0].real, 0))
 
+    def measured(self, *vectors: DistArray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lengths of vectors times powers of two, and the exponents of these, both [vectors, *systems].
+
+        The exponents are 0 of lengths whose squares are well in range.  One all-reduce of three numbers a length: the
+        sums of squares of the elements, and of these times a small and a large number (Blue 1978).
+        """
+        lifts = (0, -BLUE, BLUE) if self.like.dtype.itemsize == self.dtype.itemsize else (0,)
+
+        def terms() -> list[Any]:
+            blocks = [x.block * 2.0**lift if lift else x.block for x in vectors for lift in lifts]
+            return [self.dots(block, block) for block in blocks]
+
+        with np.errstate(all="ignore"):
+            sums = self.sums(terms, len(vectors) * len(lifts), wait=True)().real
+        sums = np.maximum(sums, 0).reshape(len(vectors), len(lifts), *self.systems)
+        found, exponents = np.sqrt(sums[:, 0]), np.zeros(sums[:, 0].shape, np.int64)
+        if len(lifts) > 1:
+            near = 2.0 ** (BLUE * 3 // 4)
+            large, small = ~(found < near), found < 1 / near
+            found = np.where(large, np.sqrt(sums[:, 1]), np.where(small, np.sqrt(sums[:, 2]), found))
+            exponents = np.where(large, BLUE, np.where(small, -BLUE, 0))
+        sizes = np.where(found > 0, _exponent(found) + exponents, 0)
+        powers = kernels.shifts(sizes, self.like.dtype, squares=True)
+        return np.ldexp(found, exponents + powers), powers
+
+
+def _exponent(sizes: Any) -> np.ndarray:
+    """Return the binary exponents of numbers, and 0 of NaNs and infinities."""
+    found: np.ndarray = np.frexp(np.where(np.isfinite(sizes), sizes, 0))[1].astype(np.int64)
+    return found
+
+
+def shifted(x: DistArray, exponents: Any) -> DistArray:
+    """Return vectors times powers of two, one a system, which need not be in range themselves."""
+    exponents = np.asarray(exponents)
+    if not exponents.any():
+        return x
+    factor, most = Vectors(x).factor, np.finfo(x.dtype).maxexp - 2
+    with np.errstate(over="ignore", under="ignore"):
+        while exponents.any():
+            step = np.clip(exponents, -most, most)
+            x, exponents = x * factor(np.ldexp(1.0, step)), exponents - step
+    return x
+
+
+class Scaled:
+    """A linear function of vectors, times a power of two a system, half of which goes to what the function takes.
+
+    Parameters
+    ----------
+    apply : function
+    vectors : Vectors
+        Like what the function gives.
+
+    Attributes
+    ----------
+    exponents : array of int [*systems]
+        Of the powers; 0 unless squares of what the function gives, or products, would leave the range.
+    """
+
+    def __init__(self, apply: Apply, vectors: Vectors) -> None:
+        self._apply, self._vectors = apply, vectors
+        self.exponents = np.zeros(vectors.systems, np.int64)
+
+    def __call__(self, x: DistArray) -> DistArray:
+        """Return what the function gives for x, times the powers."""
+        half = self.exponents // 2
+        return shifted(self._apply(shifted(x, half)), self.exponents - half)
+
+    def fit(self, x: DistArray, size: Any) -> bool:
+        """Choose the powers that bring a `size` near 1 if its square is near underflow or overflow.
+
+        Parameters
+        ----------
+        x : DistArray
+            Vectors whose lengths are well in range.
+        size : array [*systems]
+            A number in proportion to what the function gives for x, such as its length.  Of one that is 0, or not
+            finite, the length is computed anew, by one more product and one all-reduce.
+
+        Returns
+        -------
+        bool
+            True, on all ranks, if a power has changed, so that what was computed by the function has to be again.
+        """
+        if not self._vectors.grid.backend.values:
+            return False
+        size = np.asarray(size)
+        doubt, exponents = (size == 0) | ~np.isfinite(size), _exponent(size)
+        if doubt.any():
+            lift = np.where(size == 0, 1, -1) * (np.finfo(x.dtype).maxexp // 2) * doubt
+            (found,), (power,) = self._vectors.measured(self(shifted(x, lift)))
+            exponents = np.where(doubt & (found > 0), _exponent(found) - power - lift, exponents)
+        change = kernels.shifts(exponents, x.dtype, squares=True)
+        self.exponents = self.exponents + change
+        return bool(change.any())
+
+    def fit_image(self, x: DistArray, y: DistArray, active: Any = True) -> bool:
+        """Choose the powers by the length of y, which the function gave for x, as `fit` does; one all-reduce.
+
+        Those of systems that are not `active` stay.
+        """
+        (size,), (power,) = self._vectors.measured(y)
+        return self.fit(x, np.where(active, np.ldexp(size, -power), 1.0))
+
 
 class Basis:
     """Orthonormal vectors that lie alike, in one array a rank: projections are two products of matrices.
@@ -161,15 +273,16 @@ class Basis:
         """
         vectors, n = self.vectors, self.count
         block, found = w.block.copy(), np.zeros((n, *vectors.systems), vectors.dtype)
-        for again in (False, True):
-            with_length = lambda: [self._onto(block), *([vectors.dots(block, block)] if again else [])]  # noqa: B023, E731
-            told = vectors.sums(with_length, n + again, wait=True)()
-            part = told[:n]
-            found += part
-            if n:
-                block -= self.combined(part).block
-        left = told[n].real - (np.abs(part) ** 2).sum(axis=0)
-        return vectors.made(block), found, np.sqrt(np.maximum(left, 0))
+        with np.errstate(over="ignore", invalid="ignore"):  # callers ask whether numbers are finite
+            for again in (False, True):
+                with_length = lambda: [self._onto(block), *([vectors.dots(block, block)] if again else [])]  # noqa: B023, E731
+                told = vectors.sums(with_length, n + again, wait=True)()
+                part = told[:n]
+                found += part
+                if n:
+                    block -= self.combined(part).block
+            left = told[n].real - (np.abs(part) ** 2).sum(axis=0)
+            return vectors.made(block), found, np.sqrt(np.maximum(left, 0))
 
     def _onto(self, block: Block) -> Any:
         rows = self.rows[: self.count]
@@ -321,7 +434,11 @@ def columns(name: str, b: Any, matrices: Sequence[Any]) -> tuple[DistArray, Call
 
 
 class _System:
-    """A x = b as a method has it: b, the first x and its residual as vectors, and products that lie like them."""
+    """A x = b as a method has it: b, the first x and its residual as vectors, and products that lie like them.
+
+    All are those of a system with numbers near 1, if they are not: A, M and b times powers of two.  `solution` returns
+    x as the user has it.
+    """
 
     def __init__(self, name: str, a: Any, b: Any, x0: Any, m: Any, rtol: float, atol: float, maxiter: Any) -> None:
         rtol, atol = tolerance(f"{name}: rtol", rtol), tolerance(f"{name}: atol", atol)
@@ -330,59 +447,71 @@ class _System:
         self.dtype = np.result_type(*kinds, np.float32)
         self.name = name
         b, self._back = columns(name, b, [v for v in (a, m) if isinstance(v, DistArray)])
-        b = b.astype(self.dtype, copy=False)
-        self.b, self.layout, n = b, b.layout, b.shape[0 if b.ndim == 1 else -2]
+        self.b = b = b.astype(self.dtype, copy=False)
+        self.layout, n = b.layout, b.shape[0 if b.ndim == 1 else -2]
         self.n, many = n, b.ndim > 1
-        self._a = applied(a, name, n, stacks=many)
-        self._m = None if m is None else applied(m, f"{name}'s M", n, stacks=many)
         self.vectors = Vectors(b)
         self.factor = self.vectors.factor
+        self._a = applied(a, name, n, stacks=many)
+        self._m = None if m is None else applied(m, f"{name}'s M", n, stacks=many)
+        self.times = Scaled(self._product, self.vectors)
+        """The function that returns A x."""
+        self.preconditioned = Scaled(self._preconditioned, self.vectors)
+        """The function that returns M r."""
         self.maxiter = 10 * n if maxiter is None else maxiter
-        if x0 is None:
-            self.x = zeros(b.shape, dtype=self.dtype, grid=b.grid, layout=b.layout)
-            self.r = b.copy()
-        else:
-            shape = self._back(b).shape
-            if not isinstance(x0, DistArray):
-                raise ValueError(f"{name}: x0 is a DistArray of the solution's shape, {shape}, not {x0!r}")
-            if x0.shape not in (shape, *([(n,), (n, 1)] if b.ndim == 1 else [])):
-                raise ValueError(f"{name}: x0 has the shape of the solution, {shape}, not {x0.shape}")
-            self.x = self._like(reshape(x0.summed(), b.shape), "x0").copy()
-            self.r = b - self.times(self.x)
-        norm = self.vectors.norm(b)
-        if not np.isfinite(norm).all():
-            raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
-        self.limit = np.maximum(rtol * norm, atol)
+        x0 = None if x0 is None else self._first_guess(x0)
+        norm, self.exponents, self.b, x, self.r = _begun(name, self.vectors, b, x0, self.times)
+        self.x = zeros(b.shape, dtype=self.dtype, grid=b.grid, layout=b.layout) if x is None else x
+        with np.errstate(over="ignore"):
+            self.limit = np.maximum(rtol * norm, np.ldexp(atol, self.exponents))
         if x0 is not None and b.grid.backend.values and (norm == 0).any():  # 0 solves it
             self.x = self.x * self.factor(norm > 0)
-            self.r = b - self.times(self.x)
+            self.r = self.b - self.times(self.x)
         self.values = b.grid.backend.values
         self.assumed = assumed_steps(b)
         """The steps to be taken where values do not tell; None where they do."""
         if self.assumed is not None:
             self.limit = 0 * norm
 
+    def _first_guess(self, x0: Any) -> DistArray:
+        """Return x0 as vectors; raise ValueError if it has not the solution's shape."""
+        shape, one = self._back(self.b).shape, self.b.ndim == 1
+        if not isinstance(x0, DistArray):
+            raise ValueError(f"{self.name}: x0 is a DistArray of the solution's shape, {shape}, not {x0!r}")
+        if x0.shape not in (shape, *([(self.n,), (self.n, 1)] if one else [])):
+            raise ValueError(f"{self.name}: x0 has the shape of the solution, {shape}, not {x0.shape}")
+        return self._like(reshape(x0.summed(), self.b.shape), "x0").copy()
+
     def most(self) -> int:
         """Return the steps to be taken at most, of a method that counts `maxiter` in steps."""
         return self.maxiter if self.assumed is None else min(self.maxiter, self.assumed)
 
-    def times(self, x: DistArray) -> DistArray:
-        """Return A x."""
+    def _product(self, x: DistArray) -> DistArray:
         y = self._a(x)
         if isinstance(self._a, Product) and y.layout == self.layout and y.dtype == self.dtype:
             return y  # an array of its own, which a function's need not be
         return self._like(y, "A x")
 
-    def preconditioned(self, r: DistArray) -> DistArray:
-        """Return M r."""
+    def _preconditioned(self, r: DistArray) -> DistArray:
         return r if self._m is None else self._like(self._m(r), "M r")
 
     def _like(self, y: Any, what: str) -> DistArray:
         return product(y, self.b.shape, self.b, self.layout, self.dtype, f"{self.name}: {what}")
 
+    def fit(self, x: DistArray, size: Any) -> bool:
+        """Choose the power of A as `Scaled.fit` does; the solution so far is changed accordingly."""
+        before = self.times.exponents
+        fitted = self.times.fit(x, size)
+        self.x = shifted(self.x, before - self.times.exponents)
+        return fitted
+
+    def solution(self, x: DistArray) -> DistArray:
+        """Return a solution in the shape of b, in the user's units."""
+        return self._back(shifted(x, self.times.exponents - self.exponents))
+
     def result(self, info: int) -> tuple[DistArray, int]:
         """Return the solution in the shape of b, and 0 or the number of iterations that did not suffice."""
-        return self._back(self.x), info if self.values else 0
+        return self.solution(self.x), info if self.values else 0
 
     def finite(self, value: Any, step: int) -> Any:
         """Return numbers that decide; raise an error if one is none."""
@@ -393,6 +522,31 @@ class _System:
     def at(self, wrong: Any) -> str:
         """Return the words that name the first system of those that are wrong; none if there is one system."""
         return f" of system {tuple(int(i) for i in np.argwhere(wrong)[0])}" if np.ndim(wrong) else ""
+
+
+def _begun(
+    name: str, vectors: Vectors, b: DistArray, x0: DistArray | None, times: Scaled
+) -> tuple[np.ndarray, np.ndarray, DistArray, DistArray | None, DistArray]:  # fmt: skip
+    """Return ‖b‖, the exponents of the powers of two that bring b and A x0 near 1, and b, x0 and b − A x0, so scaled.
+
+    A is scaled by the powers of `times`, which are chosen here if there is an x0.
+    """
+    sizes, powers = vectors.measured(b, *([] if x0 is None else [x0]))
+    norm, exponents = sizes[0], powers[0]
+    if not np.isfinite(norm).all():
+        raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
+    if x0 is None:
+        b = shifted(b, exponents)
+        return norm, exponents, b, None, b.copy()
+    y = times(x := shifted(x0, powers[1]))
+    (size,), (own,) = vectors.measured(y)
+    changed = times.fit(x, np.ldexp(size, -own))
+    image = times.exponents + powers[1]  # these bring A x0 near 1
+    exponents = np.where(norm == 0, image, np.where(size == 0, exponents, np.minimum(exponents, image)))
+    if changed or (exponents != image).any():
+        y = times(x := shifted(x0, exponents - times.exponents))
+    b = shifted(b, exponents)
+    return np.ldexp(norm, exponents - powers[0]), exponents, b, x, b - y
 
 
 def assumed_steps(
@@ -463,9 +617,15 @@ def cg(
     for step in range(most + 1):
         summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
         if pipelined:
-            m = s.preconditioned(w)
-            n = s.times(m)
+            with np.errstate(over="ignore", invalid="ignore"):  # until A is in range
+                m = s.preconditioned(w)
+                n = s.times(m)
         before, (gamma, delta, rr) = gamma, summing().real
+        if step == 0 and (fitted := _fitted(s, r, u, w, gamma, delta, rr)) is not None:
+            x, (u, w, gamma, delta) = s.x, fitted
+            if pipelined:
+                m = s.preconditioned(w)
+                n = s.times(m)
         s.x = x
         active = active & (np.sqrt(np.maximum(0, s.finite(rr, step))) > s.limit)
         if not active.any():
@@ -475,18 +635,16 @@ def cg(
         beta = 0.0 if first else _ratio(gamma, before, active)
         curvature = delta if first else delta - beta * _ratio(gamma, alpha, active)
         wrong = active & ((gamma <= 0) | (curvature <= 0)) & s.values
-        if wrong.any() and not first:  # by rounding, if it is so no more with the true residual
+        if wrong.any() and not first:  # by rounding, if it is so no more with a true product or residual
+            curvature, surely = _curvature(s, u, w, plus(u, s.factor(beta), p))
+            if (surely := surely & wrong).any():
+                raise _indefinite(s, gamma, curvature, np.zeros_like(surely), surely, step)
             r = s.b - s.times(x)
             u = s.preconditioned(r)
             w, first = s.times(u), True
             continue
         if wrong.any():
-            indefinite = active & (gamma <= 0)
-            what, values, where = (
-                ("M: rᴴ M r", gamma, indefinite) if indefinite.any() else ("A: pᴴ A p", curvature, wrong)
-            )
-            value = np.asarray(values)[np.asarray(where)][0]
-            raise LinAlgError(f"cg takes positive definite {what} = {value:.3g} in iteration {step + 1}{s.at(where)}")
+            raise _indefinite(s, gamma, curvature, active & (gamma <= 0), wrong, step)
         alpha = _ratio(gamma, curvature, active)
         along, onward = s.factor(alpha), s.factor(beta)
         p, q = (u, w) if first else (plus(u, onward, p), plus(w, onward, q))
@@ -500,8 +658,44 @@ def cg(
             u = s.preconditioned(r)
             w = s.times(u)
         if callback is not None:
-            callback(s._back(x))
+            callback(s.solution(x))
     return s.result(max(s.maxiter, 1))
+
+
+def _fitted(
+    s: _System, r: DistArray, u: DistArray, w: DistArray, gamma: Any, delta: Any, rr: Any
+) -> tuple[DistArray, DistArray, Any, Any] | None:  # fmt: skip
+    """Choose the powers of two of M and A by u = M r, w = A u, γ = rᴴ u and δ = uᴴ w, and return these anew.
+
+    None where the powers stay as they are.
+    """
+    active, fitted = np.sqrt(np.maximum(rr, 0)) > s.limit, False
+    for operator in ("M", "A"):
+        with np.errstate(all="ignore"):
+            size = np.where(active, np.abs(gamma / rr if operator == "M" else delta / gamma), 1.0)
+        if s.fit(u, size) if operator == "A" else s._m is not None and s.preconditioned.fit(r, size):
+            u = s.preconditioned(r)
+            w, fitted = s.times(u), True
+            gamma, delta = s.vectors.products((r, u), (w, u)).real
+    return (u, w, gamma, delta) if fitted else None
+
+
+def _curvature(s: _System, u: DistArray, w: DistArray, p: DistArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pᴴ A p, and for which systems it is below 0 by more than rounding; w is A u."""
+    q = s.times(p)
+    curvature, pp, qq, uu, ww = s.vectors.products((p, q), (p, p), (q, q), (u, u), (w, w)).real
+    norm = np.sqrt(np.maximum(_ratio(qq, pp, True), _ratio(ww, uu, True)))  # at most ‖A‖
+    return curvature, curvature < -s.n * np.finfo(s.dtype).eps * norm * pp
+
+
+def _indefinite(s: _System, gamma: Any, curvature: Any, m: Any, a: Any, step: int) -> LinAlgError:
+    """Return the error of systems for which M, or A, is not positive definite: those where `m`, or `a`, is True."""
+    m_power, a_power, b_power = s.preconditioned.exponents, s.times.exponents, s.exponents
+    what, values, power, where = "A: pᴴ A p", curvature, -a_power - 2 * (m_power + b_power), a
+    if m.any():
+        what, values, power, where = "M: rᴴ M r", gamma, -m_power - 2 * b_power, m
+    value = np.asarray(np.ldexp(values, power))[np.asarray(where)][0]
+    return LinAlgError(f"cg takes positive definite {what} = {value:.3g} in iteration {step + 1}{s.at(where)}")
 
 
 @primitive
@@ -520,13 +714,9 @@ def minres(
     ever longer.
     """
     s = _System("minres", A, b, x0, M, rtol, atol, maxiter)
-    v, x, systems = s.r, s.x, s.vectors.systems
-    z = s.preconditioned(v)
-    size = _length(s, v, z, 0)
-    if M is not None:
-        if (lost := (s.vectors.norm(v) > 0) & (size == 0)).any():
-            raise LinAlgError(f"minres takes positive definite M: rᴴ M r = 0 in iteration 1{s.at(lost)}")
-        s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b), 0), atol)
+    v, systems = s.r, s.vectors.systems
+    z, size = _preconditioned_start(s, v, rtol, atol)
+    x = s.x
     old_v, old_size, left = v, np.ones(systems), size
     w = old_w = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
@@ -539,12 +729,13 @@ def minres(
         if not active.any():
             break
         z = z * s.factor(_ratio(1.0, size, active))
-        y = s.times(z)
-        delta = s.finite(s.vectors.products((z, y))[0].real, step)
-        new = y - s.factor(_ratio(delta, size, active)) * v
-        old_v, v = v, new - s.factor(_ratio(size, old_size, active) if step else np.zeros(systems)) * old_v
-        following = s.preconditioned(v)
-        old_size, size, current = size, np.where(active, _length(s, v, following, step), size), size
+        known = (s, z, active, v, size, old_v, old_size, step)
+        delta, new, following, length = _lanczos_step(*known)
+        if step == 0 and s.fit(z, np.where(active, np.hypot(delta, length), 1.0)):
+            x = kept = s.x
+            delta, new, following, length = _lanczos_step(*known)
+        old_v, v = v, new
+        old_size, size, current = size, np.where(active, s.finite(length, step), size), size
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
         whole = np.hypot(first, size)
@@ -563,15 +754,50 @@ def minres(
             lost = lost | (active & doubt & ~(_length(s, r, s.preconditioned(r), step) <= 1.01 * np.abs(left)))
         s.x = x
         if callback is not None:
-            callback(s._back(x))
+            callback(s.solution(x))
     solved, lost = (np.abs(left) <= s.limit) | ((size == 0) & ~lost), lost | doubt
     if (lost := lost & ~solved).any():
         s.x = x * s.factor(~lost) + kept * s.factor(lost)
     return s.result(0 if solved.all() else -1 if (solved | lost).all() else max(s.maxiter, 1))
 
 
-def _length(s: _System, v: DistArray, z: DistArray, step: int) -> np.ndarray:
-    squared = s.finite(s.vectors.products((v, z))[0].real, step)
+def _preconditioned_start(s: _System, v: DistArray, rtol: float, atol: float) -> tuple[DistArray, np.ndarray]:
+    """Return M v and (vᴴ M v)½ for the first residual v of `minres`; with M, its limit is one of such lengths too."""
+    z = s.preconditioned(v)
+    size = _length(s, v, z)
+    if s._m is None:
+        return z, s.finite(size, 0)
+    norm = s.vectors.norm(v)
+    with np.errstate(all="ignore"):
+        gain = np.where(norm > 0, (size / norm) ** 2, 1.0)
+    if s.preconditioned.fit(v, gain):
+        z = s.preconditioned(v)
+        size = _length(s, v, z)
+    if (lost := (norm > 0) & (s.finite(size, 0) == 0)).any():
+        raise LinAlgError(f"minres takes positive definite M: rᴴ M r = 0 in iteration 1{s.at(lost)}")
+    unit = np.sqrt(np.ldexp(1.0, s.preconditioned.exponents))
+    with np.errstate(over="ignore"):
+        absolute = np.ldexp(atol * unit, s.exponents)
+    s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b)), absolute)
+    return z, size
+
+
+def _lanczos_step(
+    s: _System, z: DistArray, active: Any, v: DistArray, size: Any, old_v: DistArray, old_size: Any, step: int
+) -> tuple[np.ndarray, DistArray, DistArray, np.ndarray]:  # fmt: skip
+    """Return zᴴ A z, the next vector v of Lanczos' recurrence, M v, and (vᴴ M v)½."""
+    y = s.times(z)
+    with np.errstate(over="ignore", invalid="ignore"):  # callers ask whether numbers are finite
+        delta = s.vectors.products((z, y))[0].real
+        new = y - s.factor(_ratio(delta, size, active)) * v
+        v = new - s.factor(_ratio(size, old_size, active) if step else np.zeros_like(size)) * old_v
+        following = s.preconditioned(v)
+        return delta, v, following, _length(s, v, following, step)
+
+
+def _length(s: _System, v: DistArray, z: DistArray, step: int = 0) -> np.ndarray:
+    """Return (vᴴ z)½ for z = M v; raise LinAlgError if M is found not to be positive definite."""
+    squared = s.vectors.products((v, z))[0].real
     if (squared < 0).any():
         least, at = squared.min(), s.at(squared < 0)
         raise LinAlgError(f"{s.name} takes positive definite M: rᴴ M r = {least:.3g} in iteration {step + 1}{at}")
@@ -619,9 +845,13 @@ def gmres(
         right[0] = size
         for j in range(most):
             z = s.preconditioned(basis[j])
+            if M is not None and steps == 0 and s.preconditioned.fit_image(basis[j], z, active):
+                z = s.preconditioned(basis[j])
             if M is not None:
                 directions.append(z, np.ones(systems))
             w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
+            if steps == 0 and s.fit(z, np.where(active, np.hypot(np.abs(h[0, 0]), length), 1.0)):
+                w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
             h[j + 1, j] = s.finite(length, steps)
             steps += 1
             if steps == s.assumed:
@@ -638,7 +868,7 @@ def gmres(
         s.x = s.x + directions.combined(y[: j + 1])
         s.r = s.b - s.times(s.x)
         if callback is not None:
-            callback(s._back(s.x))
+            callback(s.solution(s.x))
     return s.result(max(steps, 1))
 
 
@@ -652,9 +882,10 @@ class LsqrResult(NamedTuple):
     """The result of `lsqr`, in SciPy's order: the solution, why it ended, iterations, and norms.
 
     `istop` is 0 if x0, by default 0, is the solution, 1 if A x = b is solved to the tolerances, 2 if the least squares
-    are, and 7 if the iterations did not suffice.  `r1norm` is ‖b − A x‖, `r2norm` has the damping in it, `anorm` and
-    `acond` estimate A's Frobenius norm and condition, `arnorm` is ‖Aᴴ r‖, `xnorm` ‖x‖.  Of many systems all but `itn`
-    are NumPy arrays [..., k], the same on all ranks.
+    are, 4 or 5 if these are solved as far as rounding lets them be (with tolerances below eps), 6 if A's condition
+    seems to be 1 / eps or more, and 7 if the iterations did not suffice.  `r1norm` is ‖b − A x‖, `r2norm` has the
+    damping in it, `anorm` and `acond` estimate A's Frobenius norm and condition, `arnorm` is ‖Aᴴ r‖, `xnorm` ‖x‖.  Of
+    many systems all but `itn` are NumPy arrays [..., k], the same on all ranks.
     """
 
     x: DistArray
@@ -683,7 +914,7 @@ def lsqr(
         Every column is a system of its own, as in `cg`.
     damp : float
     atol, btol : float
-        It ends when ‖r‖ ≤ btol ‖b‖ + atol ‖A‖ ‖x‖, or ‖Aᴴ r‖ ≤ atol ‖A‖ ‖r‖.
+        It ends when ‖r‖ ≤ btol ‖b‖ + atol ‖A‖ ‖x‖, or ‖Aᴴ r‖ ≤ atol ‖A‖ ‖r‖, or what is left is rounding.
     iter_lim : int, optional
         2 n by default.
     x0 : DistArray, optional
@@ -693,90 +924,156 @@ def lsqr(
 
     A step takes a product with A and one with Aᴴ, and three all-reduces of a number or two a system.
     """
-    if isinstance(A, DistArray):
+    forward, backward = _both_products(A, b)
+    damp, atol, btol = (tolerance(f"lsqr: {k}", v) for k, v in (("damp", damp), ("atol", atol), ("btol", btol)))
+    g = _Bidiagonalization(forward, backward, A, b, x0)
+    n = g.v.shape[0 if g.v.ndim == 1 else -2]
+    iterations = 2 * n if iter_lim is None else whole("lsqr: iter_lim", iter_lim, 0)
+    assumed, eps = assumed_steps(g.u), float(np.finfo(g.u.dtype).eps) / 2
+    if assumed is not None:
+        iterations, atol, btol, eps = min(iterations, assumed), -1.0, -1.0, -1.0  # no test of convergence is passed
+    with np.errstate(over="ignore"):
+        damping = np.ldexp(damp, g.times.exponents)
+    x, w, rho_bar, phi_bar = g.x, g.v.copy(), g.alpha, g.beta
+    frobenius = directions = damped = np.zeros(g.high.systems)
+    x_length = frobenius if x0 is None else g.wide.norm(x)
+    istop = np.where(g.alpha * g.beta > 0, 7, 0)
+    done, r2, ar = 0, g.beta, g.alpha * g.beta
+    while (istop == 7).any() and done < iterations:
+        active, alpha = istop == 7, g.alpha
+        done += 1
+        g.step()
+        frobenius = np.where(active, np.hypot(np.hypot(frobenius, alpha), np.hypot(g.beta, damping)), frobenius)
+        turned = np.hypot(rho_bar, damping)
+        damped = np.where(active, np.hypot(damped, damping * _ratio(phi_bar, turned, active)), damped)
+        phi_bar = phi_bar * _ratio(rho_bar, turned, active)
+        rho = np.hypot(turned, g.beta)
+        c, s = _ratio(turned, rho, active), _ratio(g.beta, rho, active)
+        theta, rho_bar, phi, phi_bar = s * g.alpha, -c * g.alpha, c * phi_bar, s * phi_bar
+        x = x + g.wide.factor(_ratio(phi, rho, active)) * w
+        squares = g.wide.products((w, w), (x, x)).real
+        directions = directions + np.where(active, squares[0] * _ratio(1.0, rho, active) ** 2, 0)
+        x_length = np.sqrt(squares[1])
+        w = g.v - g.wide.factor(_ratio(theta, rho, active)) * w
+        if callback is not None:
+            callback(g.solution(x))
+        r2, ar = np.where(active, np.hypot(phi_bar, damped), r2), np.where(active, g.alpha * abs(s * phi), ar)
+        condition = frobenius * np.sqrt(directions)
+        istop = np.where(active, _why(g.norm, r2, ar, frobenius, condition, x_length, atol, btol, eps), istop)
+    if assumed is not None:
+        istop = np.ones_like(istop)
+    moved = x_length if x0 is None else g.wide.norm(x - g.x)
+    r1 = np.sqrt(np.maximum(0.0, r2**2 - (damping * moved) ** 2))
+    a_power, b_power = g.times.exponents, g.exponents  # of the system whose norms these are
+    powers = (-b_power, -b_power, -a_power, 0 * a_power, -a_power - b_power, a_power - b_power)
+    numbers = [r1, r2, frobenius, frobenius * np.sqrt(directions), ar, x_length]
+    with np.errstate(over="ignore"):
+        numbers = [np.ldexp(x, power) for x, power in zip(numbers, powers, strict=True)]
+    ended, *lengths = (each if g.high.systems else np.asarray(each).item() for each in (istop, *numbers))
+    return LsqrResult(g.solution(x), ended, done, *lengths)
+
+
+def _why(
+    norm: Any, r: Any, ar: Any, frobenius: Any, condition: Any, x: Any, atol: float, btol: float, eps: float
+) -> np.ndarray:  # fmt: skip
+    """Return `istop` by the tests of Paige and Saunders (1982); 7 of systems that go on.
+
+    They are of ‖b‖, ‖r‖, ‖Aᴴ r‖, ‖A‖, the condition of A and ‖x‖, and half of eps.
+    """
+    tests = (
+        (1, r <= btol * norm + atol * frobenius * x),
+        (2, ar <= atol * frobenius * r),
+        (4, r <= eps * (norm + frobenius * x)),
+        (5, ar <= eps * frobenius * r),
+        (6, condition * eps >= 1),
+    )
+    return np.select([test for _, test in tests], [number for number, _ in tests], 7)
+
+
+def _both_products(a: Any, b: Any) -> tuple[Apply, Apply]:
+    """Return the products by A and by Aᴴ that `lsqr` is given, or those of a matrix.
+
+    Raises
+    ------
+    TypeError, ValueError, LinAlgError
+        If A is neither a matrix nor two functions, or b has other rows.
+    """
+    if isinstance(a, DistArray):
         rows = b.shape[0 if b.ndim == 1 else -2] if isinstance(b, DistArray) and b.ndim else None
         if rows is None:
             what = f"a DistArray of shape {b.shape}" if isinstance(b, DistArray) else type(b).__name__
             raise ValueError(f"lsqr takes a right-hand side of shape (m,) or (..., m, k), a DistArray, not {what}")
-        if A.ndim < 2 or rows != A.shape[-2]:
+        if a.ndim < 2 or rows != a.shape[-2]:
             raise LinAlgError(
-                f"lsqr takes a matrix [m, n] and b [m], or stacks [..., m, n] and [..., m, k], not {A.shape} and "
+                f"lsqr takes a matrix [m, n] and b [m], or stacks [..., m, n] and [..., m, k], not {a.shape} and "
                 f"{b.shape}"
             )
-        adjoint = A.summed().mT.conj()
-        forward = applied(A, "lsqr", A.shape[-1], False, stacks=True)
-        backward = applied(adjoint, "lsqr", A.shape[-2], False, stacks=True)
-    elif isinstance(A, tuple) and len(A) == 2 and all(map(callable, A)):
-        forward, backward = A
-    else:
-        raise TypeError(f"lsqr takes a DistArray or two functions (of x and of y: A x, Aᴴ y), not {type(A).__name__}")
-    damp, atol, btol = (tolerance(f"lsqr: {k}", v) for k, v in (("damp", damp), ("atol", atol), ("btol", btol)))
-    kinds = [x.dtype for x in (A, b, x0) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
-    dtype = np.result_type(*kinds, np.float32)
-    u, back = columns("lsqr", b, [A])
-    u = u.astype(dtype, copy=False)
-    high = Vectors(u)
+        adjoint = a.summed().mT.conj()
+        forward = applied(a, "lsqr", a.shape[-1], False, stacks=True)
+        return forward, applied(adjoint, "lsqr", a.shape[-2], False, stacks=True)
+    if isinstance(a, tuple) and len(a) == 2 and all(map(callable, a)):
+        return a
+    raise TypeError(f"lsqr takes a DistArray or two functions (of x and of y: A x, Aᴴ y), not {type(a).__name__}")
 
-    def times(x: DistArray) -> DistArray:
-        return product(forward(x), u.shape, b, u.layout, dtype, "lsqr: A x")
 
-    def scaled(x: DistArray, vectors: Vectors) -> tuple[DistArray, np.ndarray]:
-        size = vectors.norm(x)
+class _Bidiagonalization:
+    """Unit vectors u and v and numbers α and β with β u = A v − α u and α v = Aᴴ u − β v (Golub and Kahan 1965).
+
+    The first β u is b − A x0.  A and b are multiplied by powers of two where squares would leave the range.
+
+    Attributes
+    ----------
+    x : DistArray
+        The first solution.
+    norm : array
+        ‖b‖.
+    exponents : array of int
+        Of the powers by which b is multiplied; those of A are `times.exponents`.
+    """
+
+    def __init__(self, forward: Apply, backward: Apply, a: Any, b: Any, x0: Any) -> None:
+        kinds = [x.dtype for x in (a, b, x0) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
+        dtype = np.result_type(*kinds, np.float32)
+        u, self._back = columns("lsqr", b, [a])
+        rows, layout, u = u.shape, u.layout, u.astype(dtype, copy=False)
+        self.high = Vectors(u)
+        self.times = Scaled(lambda x: product(forward(x), rows, b, layout, dtype, "lsqr: A x"), self.high)
+        start = None if x0 is None else _first_guess(x0, a, b, u).astype(dtype, copy=False)
+        self.norm, self.exponents, _, start, u = _begun("lsqr", self.high, u, start, self.times)
+        self.u, self.beta = self._normalized(u, self.high, self.norm if x0 is None else self.high.norm(u))
+        found: tuple[int | None, ...] = (None,) if u.ndim == 1 else (*u.shape[:-2], None, u.shape[-1])
+        v = product(backward(self.u), found, b, None, dtype, "lsqr: Aᴴ y")
+        shape, lie = v.shape, v.layout
+        self.wide = Vectors(v)
+        self.adjoint = Scaled(lambda y: product(backward(y), shape, b, lie, dtype, "lsqr: Aᴴ y"), self.wide)
+        before = self.adjoint.exponents = self.times.exponents
+        if before.any():
+            v = self.adjoint(self.u)
+        with np.errstate(over="ignore", invalid="ignore"):  # until A is in range
+            alpha = self.wide.norm(v)
+        if self.adjoint.fit(self.u, np.where(self.beta > 0, alpha, 1.0)):
+            v = self.adjoint(self.u)
+            alpha, self.times.exponents = self.wide.norm(v), self.adjoint.exponents
+        self.v, self.alpha = self._normalized(v, self.wide, alpha)
+        self.x = v * 0.0 if start is None else start.redistribute(lie).copy()
+        self.x = shifted(self.x, before - self.times.exponents)
+
+    def step(self) -> None:
+        """Go on to the next u, β, v and α."""
+        u = self.times(self.v) - self.high.factor(self.alpha) * self.u
+        self.u, self.beta = self._normalized(u, self.high, self.high.norm(u))
+        v = self.adjoint(self.u) - self.wide.factor(self.beta) * self.v
+        self.v, self.alpha = self._normalized(v, self.wide, self.wide.norm(v))
+
+    def solution(self, x: DistArray) -> DistArray:
+        """Return a solution in the shape of b, in the user's units."""
+        return self._back(shifted(x, self.times.exponents - self.exponents))
+
+    @staticmethod
+    def _normalized(x: DistArray, vectors: Vectors, size: np.ndarray) -> tuple[DistArray, np.ndarray]:
         if not np.isfinite(size).all():
             raise LinAlgError("lsqr met NaNs or infinities")
         return x * vectors.factor(np.where(size > 0, _ratio(1.0, size, True), 1.0)), size
-
-    norm = start = None
-    if x0 is not None:
-        start = _first_guess(x0, A, b, u).astype(dtype, copy=False)
-        norm, u = high.norm(u), u - times(start)
-    u, beta = scaled(u, high)
-    found: tuple[int | None, ...] = (None,) if u.ndim == 1 else (*u.shape[:-2], None, u.shape[-1])
-    v = product(backward(u), found, b, None, dtype, "lsqr: Aᴴ y")
-    wide = Vectors(v)
-    v, alpha = scaled(v, wide)
-    x, w = v * 0.0 if start is None else start.redistribute(v.layout).copy(), v.copy()
-    norm, rho_bar, phi_bar = beta if norm is None else norm, alpha, beta
-    frobenius = directions = damped = x_length = np.zeros(high.systems)
-    if start is not None:
-        start, x_length = x, wide.norm(x)
-    iterations = 2 * v.shape[0 if v.ndim == 1 else -2] if iter_lim is None else whole("lsqr: iter_lim", iter_lim, 0)
-    assumed = assumed_steps(u)
-    if assumed is not None:
-        iterations, atol, btol = min(iterations, assumed), -1.0, -1.0  # no test of convergence is passed
-    istop = np.where(alpha * beta > 0, 7, 0)
-    done, r2, ar = 0, beta, alpha * beta
-    while (istop == 7).any() and done < iterations:
-        active = istop == 7
-        done += 1
-        u, beta = scaled(times(v) - high.factor(alpha) * u, high)
-        frobenius = np.where(active, np.hypot(np.hypot(frobenius, alpha), np.hypot(beta, damp)), frobenius)
-        along = product(backward(u), v.shape, b, v.layout, dtype, "lsqr: Aᴴ y")
-        v, alpha = scaled(along - wide.factor(beta) * v, wide)
-        turned = np.hypot(rho_bar, damp)
-        damped = np.where(active, np.hypot(damped, damp * _ratio(phi_bar, turned, active)), damped)
-        phi_bar = phi_bar * _ratio(rho_bar, turned, active)
-        rho = np.hypot(turned, beta)
-        c, s = _ratio(turned, rho, active), _ratio(beta, rho, active)
-        theta, rho_bar, phi, phi_bar = s * alpha, -c * alpha, c * phi_bar, s * phi_bar
-        x = x + wide.factor(_ratio(phi, rho, active)) * w
-        squares = wide.products((w, w), (x, x)).real
-        directions = directions + np.where(active, squares[0] * _ratio(1.0, rho, active) ** 2, 0)
-        x_length = np.sqrt(squares[1])
-        w = v - wide.factor(_ratio(theta, rho, active)) * w
-        if callback is not None:
-            callback(back(x))
-        r2, ar = np.where(active, np.hypot(phi_bar, damped), r2), np.where(active, alpha * abs(s * phi), ar)
-        solved = active & (r2 <= btol * norm + atol * frobenius * x_length)
-        least = active & ~solved & (ar <= atol * frobenius * r2)
-        istop = np.where(solved, 1, np.where(least, 2, istop))
-    if assumed is not None:
-        istop = np.ones_like(istop)
-    moved = x_length if start is None else wide.norm(x - start)
-    r1 = np.sqrt(np.maximum(0.0, r2**2 - (damp * moved) ** 2))
-    numbers = (r1, r2, frobenius, frobenius * np.sqrt(directions), ar, x_length)
-    ended, *lengths = (each if high.systems else np.asarray(each).item() for each in (istop, *numbers))
-    return LsqrResult(back(x), ended, done, *lengths)
 
 
 def _first_guess(x0: Any, a: Any, b: DistArray, u: DistArray) -> DistArray:

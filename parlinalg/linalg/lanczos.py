@@ -22,16 +22,19 @@ from parlinalg.array.reductions import norm
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
+from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, qr
 from parlinalg.linalg.krylov import (
     Apply,
     Basis,
     Operator,
+    Scaled,
     Vectors,
     applied,
     assumed_steps,
     lead_of,
     product,
+    shifted,
     tolerance,
 )
 from parlinalg.linalg.matrices import LinAlgError, distributed
@@ -216,73 +219,131 @@ def eigsh(
         return EighResult(*_one_by_one(lambda a: eigsh(a, k, **options), [A], shapes, dtype))
     if v0 is None:
         v0 = _start(A, n)  # type: ignore[arg-type]
-    if sigma is not None:
-        if not isinstance(A, DistArray):
-            raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
-        shifted = LUFactor(A.astype(dtype, copy=False) - dtype.type(sigma) * eye(n, dtype=dtype, grid=A.grid))
-        try:
-            shifted.check()
-        except LinAlgError as error:
-            raise LinAlgError(f"eigsh: sigma = {sigma!r} is an eigenvalue; move it a little ({error})") from None
-        times = shifted.solve
+    inverse = None if sigma is None else _ShiftInvert(A, sigma, dtype)
     v = v0.summed().astype(dtype)
     vectors = Vectors(v)
     held = min(n, max(2 * k + 1, 20)) if ncv is None else whole(f"eigsh: of k = {k} ncv", ncv, k + 1, n)
-    basis, t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
-    if not (size := vectors.norm(v)) and vectors.grid.backend.values:
+    (size,), (power,) = vectors.measured(v)
+    if not size and vectors.grid.backend.values:
         raise ValueError("eigsh: v0 is zero; it says where to begin")
-    basis.append(v, size)
-    eps = float(np.finfo(dtype).eps)
-    draws, assumed = default_rng(0), assumed_steps(v)
+    space = _KrylovSpace(times if inverse is None else inverse.solve, shifted(v, power), size, held)
+    eps, assumed = float(np.finfo(dtype).eps), assumed_steps(v)
     maxiter = 10 * n if maxiter is None else whole("eigsh: maxiter", maxiter, 1)
-    turns = maxiter
-    turns = turns if assumed is None else min(turns, assumed)
-    unit: Any = None
+    turns = maxiter if assumed is None else min(maxiter, assumed)
     for turn in range(turns):
-        last, scale = 0.0, 1.0
-        for j in range(basis.count - 1, held):
-            w = product(times(basis[j]), (n,), v, v.layout, dtype, "eigsh: A x")
-            unit = _unit(w) if unit is None else unit  # of the first, so that squares stay in range
-            w, h, last = basis.orthogonalized(unit * w)
-            t[: j + 1, j], t[j, : j + 1] = h, h.conj()
-            if not np.isfinite([*h, last]).all():
-                raise LinAlgError("eigsh met NaNs or infinities")
-            scale = max(float(np.abs(t[: j + 1, : j + 1]).max()), float(np.finfo(dtype).tiny))
-            if j + 1 == n:  # there is no further vector
-                last = 0.0
-            elif last <= 4 * n**0.5 * eps * scale and assumed is None:  # rounding: these are a space of their own
-                last = size = 0.0
-                while size <= eps**0.5:  # any other vector, which is not one that is here already
-                    w = draws.normal(size=n, grid=v.grid, layout=v.layout).astype(dtype)
-                    w, _, size = basis.orthogonalized(w)
-                basis.append(w, size)
-                continue
-            basis.append(w, last)
-        values, s = np.linalg.eigh(t)
+        space.expand()
+        values, s = np.linalg.eigh(space.t)
         order = np.argsort(WHICH[which](values), kind="stable")
         wanted = order[:k]
-        bounds = np.abs(last * s[-1])
-        enough = max(tol, eps) * np.maximum(np.abs(values), eps ** (2 / 3) * scale)
+        bounds = np.abs(space.last * s[-1])
+        enough = max(tol, eps) * np.maximum(np.abs(values), eps ** (2 / 3) * space.scale)
         converged = (bounds[wanted] <= enough[wanted]).all() if assumed is None else turn + 1 == turns
         if held == n or converged:
             wanted = np.sort(wanted)
-            found = values[wanted] / unit.real if sigma is None else sigma + unit.real / values[wanted]
+            power = space.times.exponents
+            found = np.ldexp(values[wanted], -power) if inverse is None else inverse.eigenvalues(values[wanted], power)
             rising = np.argsort(found)
             w = _values(found[rising], v)
-            if not return_eigenvectors and sigma is None:
+            if not return_eigenvectors and inverse is None:
                 return w
-            x = _assembled(basis, s[:, wanted[rising]], v)
-            if sigma is not None:
+            x = _assembled(space.basis, s[:, wanted[rising]], v)
+            if inverse is not None:
                 _check_pairs(A, w, x, sigma, max(eps**0.5, tol))  # type: ignore[arg-type]
             return EighResult(w, x) if return_eigenvectors else w
-        kept = order[: min(held - 1, k + max(1, (held - k) // 2))]
+        space.restart(values, s, order[: min(held - 1, k + max(1, (held - k) // 2))])
+    done = int((bounds[wanted] <= enough[wanted]).sum())
+    raise LinAlgError(f"eigsh: {done} of {k} eigenvalues converged in {maxiter} restarts; raise maxiter or ncv")
+
+
+class _KrylovSpace:
+    """An orthonormal basis Q of a Krylov space and T = Qᴴ A Q, with thick restarts (Wu and Simon 2000).
+
+    Parameters
+    ----------
+    times : function
+        The product with A, which is multiplied by a power of two here where squares would leave the range.
+    v : DistArray [n]
+        The first vector, of length `size`.
+    held : int
+        The vectors of a basis.
+
+    Attributes
+    ----------
+    t : array [held, held]
+    last : float
+        The length of the next vector beside the basis; 0 if there is none.
+    scale : float
+        The largest element of T.
+    """
+
+    def __init__(self, times: Apply, v: DistArray, size: Any, held: int) -> None:
+        vectors, self.v, self.n, self.held = Vectors(v), v, v.shape[0], held
+        self.times = Scaled(lambda x: product(times(x), v.shape, v, v.layout, v.dtype, "eigsh: A x"), vectors)
+        self.basis, self.t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
+        self.basis.append(v, size)
+        self.draws, self.last, self.scale = default_rng(0), 0.0, 1.0
+
+    def expand(self) -> None:
+        """Fill the basis, and T."""
+        basis, t = self.basis, self.t
+        limits, values = np.finfo(self.v.dtype), self.v.grid.backend.values
+        eps, tiny = float(limits.eps), float(limits.tiny)
+        for j in range(basis.count - 1, self.held):
+            w, h, self.last = basis.orthogonalized(self.times(basis[j]))
+            if basis.count == 1 and self.times.fit(basis[0], np.hypot(np.abs(h[0]), self.last)):
+                w, h, self.last = basis.orthogonalized(self.times(basis[0]))
+            t[: j + 1, j], t[j, : j + 1] = h, h.conj()
+            if not np.isfinite([*h, self.last]).all():
+                raise LinAlgError("eigsh met NaNs or infinities")
+            self.scale = max(float(np.abs(t[: j + 1, : j + 1]).max()), tiny)
+            if j + 1 == self.n:  # there is no further vector
+                self.last = 0.0
+            elif self.last <= 4 * self.n**0.5 * eps * self.scale and values:  # rounding: these are a space of their own
+                self.last = 0.0
+                basis.append(*self._another(eps**0.5))
+                continue
+            basis.append(w, self.last)
+
+    def _another(self, least: float) -> tuple[DistArray, Any]:
+        """Return what a random vector has beside the basis, and its length, which is more than `least`."""
+        size: Any = 0.0
+        while size <= least:
+            w = self.draws.normal(size=self.n, grid=self.v.grid, layout=self.v.layout).astype(self.v.dtype)
+            w, _, size = self.basis.orthogonalized(w)
+        return w, size
+
+    def restart(self, values: np.ndarray, s: np.ndarray, kept: np.ndarray) -> None:
+        """Begin anew with some of the Ritz vectors, the columns `kept` of Q S, and the next vector."""
+        basis, t = self.basis, self.t
         basis.turn(s[:, kept])
-        basis.rows[len(kept)] = basis.rows[held]
+        basis.rows[len(kept)] = basis.rows[self.held]
         basis.count = len(kept) + 1
         t[:] = 0
         t[range(len(kept)), range(len(kept))] = values[kept]
-    done = int((bounds[wanted] <= enough[wanted]).sum())
-    raise LinAlgError(f"eigsh: {done} of {k} eigenvalues converged in {maxiter} restarts; raise maxiter or ncv")
+
+
+class _ShiftInvert:
+    """The function (A − sigma I)⁻¹ x, by one factorization, of A times a power of two if it is near underflow."""
+
+    def __init__(self, a: Any, sigma: float, dtype: np.dtype[Any]) -> None:
+        if not isinstance(a, DistArray):
+            raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
+        a, n = a.astype(dtype, copy=False), a.shape[0]
+        self.unit = _unit(a, abs(sigma))
+        a = a if self.unit == 1 else a * self.unit
+        self.shift = sigma * float(self.unit)
+        factor = LUFactor(a - dtype.type(self.shift) * eye(n, dtype=dtype, grid=a.grid))
+        try:
+            factor.check()
+        except LinAlgError as error:
+            raise LinAlgError(f"eigsh: sigma = {sigma!r} is an eigenvalue; move it a little ({error})") from None
+        self.solve = factor.solve
+
+    def eigenvalues(self, values: np.ndarray, power: Any) -> np.ndarray:
+        """Return those of A, by those of the inverse times 2 to this power."""
+        with np.errstate(all="ignore"):
+            found: np.ndarray = (self.shift + np.ldexp(1 / values, power)) / float(self.unit)
+        return found
 
 
 def _shift(value: Any) -> float:
@@ -299,8 +360,9 @@ def _shift(value: Any) -> float:
 
 def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, accuracy: float) -> None:
     """Raise LinAlgError if x are no eigenvectors of a: rounding in (A − sigma I)⁻¹ can be as large as they are."""
-    unit = _unit(a).real
-    rest, size = norm(unit * matmul(a, x) - x * (unit * w), axis=0).max() / unit, norm(unit * a) / unit
+    unit = _unit(a, squares=True)
+    a = a if unit == 1 else a * unit
+    rest, size = norm(matmul(a, x) - x * (unit * w), axis=0).max() / unit, norm(a) / unit
     if not a.grid.backend.values or float(rest) <= accuracy * (float(size) + abs(sigma)):
         return
     raise LinAlgError(
@@ -384,23 +446,24 @@ def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **optio
             **options,
         )  # fmt: skip
         return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
-    start = start * _unit(start)
-    unit = _unit(forward(start[:, None]))  # so that squares stay in range
-    _, v = eigsh(lambda x: backward(unit * forward(unit * x[:, None]))[:, 0], k, v0=start, **options)
+    vectors = Vectors(start)
+    start = shifted(start, vectors.measured(start)[1][0])
+    image = forward(start[:, None])
+    times, adjoint = Scaled(forward, Vectors(image[:, 0])), Scaled(backward, vectors)
+    times.fit_image(start[:, None], image)
+    adjoint.exponents = times.exponents
+    _, v = eigsh(lambda x: adjoint(times(x[:, None]))[:, 0], k, v0=start, **options)
     if names == ["S"]:
-        return {"S": svdvals(forward(v))}
-    u, s, turn = svd(forward(v), full_matrices=False)
-    found = {"U": u, "S": s}
+        return {"S": shifted(svdvals(times(v)), -times.exponents)}
+    u, s, turn = svd(times(v), full_matrices=False)
+    found = {"U": u, "S": shifted(s, -times.exponents)}
     return found | {"Vh": matmul(turn, v.mT.conj())} if "Vh" in names else found
 
 
-def _unit(x: DistArray) -> Any:
-    """Return the power of two that brings the largest element near 1, as far as it and its products are in range."""
-    largest = float(abs(x).max())
-    if not x.grid.backend.values or not 0 < largest < math.inf:
-        return x.dtype.type(1)
-    most = np.finfo(x.dtype).maxexp - 24
-    return x.dtype.type(math.ldexp(1.0, max(-most, min(most, -math.frexp(largest)[1]))))
+def _unit(a: DistArray, least: float = 0.0, *, squares: bool = False) -> Any:
+    """Return the power of two of `kernels.units` for the largest element of an array, or a larger number."""
+    largest = max(float(abs(a).max()), least)
+    return kernels.unit(largest if a.grid.backend.values else 1.0, a.dtype, squares=squares)
 
 
 @primitive
@@ -495,85 +558,169 @@ def lobpcg(
         raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {given}")
     (n, k), maxiter = X.shape[-2:], whole("lobpcg: maxiter", maxiter, 0)
     if k < 1 or 3 * k > n:
-        raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
+        most = f"1 to {n // 3} vectors" if n >= 3 else "no vectors"
+        raise ValueError(f"lobpcg takes {most} of {n} elements, not {k}; eigh has all of them")
     dtype = _precise(A, X, B)
     if any(map(lead_of, (A, X, B, M))):
         options: Any = {"tol": tol, "maxiter": maxiter, "largest": largest, "callback": callback}
         shapes = [("values", (k,)), ("m", (n, k))]
         return EighResult(*_one_by_one(lambda *each: lobpcg(*each, **options), [A, X, B, M], shapes, dtype))
-    layout = Layout(X.layout.dims[0], None)
-    steps = {name: applied(v, f"lobpcg's {name}", n) for name, v in (("A", A), ("B", B), ("M", M)) if v is not None}
-
-    def held(block: Any) -> Any:
-        """Return a block; of ranks outside of the grid, which have columns without elements here, the empty one."""
-        return block if X.grid.inside else block[:, :0]
-
-    def times(name: str, block: Any) -> Any:
-        if name not in steps:
-            return block
-        x = DistArray(held(block), (n, block.shape[1]), layout, X.grid)
-        y = product(steps[name](x), x.shape, X, layout, dtype, f"lobpcg: {name} x")
-        return y.block if X.grid.inside else block
-
-    start = X.redistribute(layout).astype(dtype)
-    first = start.block if X.grid.inside else X.grid.backend.empty((0, k), dtype)
-    vectors = Vectors(DistArray(first[:, 0].copy(), (n,), Layout(layout.dims[0]), X.grid))
-    xp, back = start.xp, X.grid.backend.from_host
-    eps = float(np.finfo(dtype).eps)
-    limit = eps**0.5 * n if tol is None else tolerance("lobpcg: tol", tol)
+    pencil = _Pencil(A, B, M, X, dtype)
+    limit = float(np.finfo(dtype).eps) ** 0.5 * n if tol is None else tolerance("lobpcg: tol", tol)
+    xp, back, vectors = pencil.xp, X.grid.backend.from_host, pencil.vectors
     assumed = assumed_steps(vectors.like)
-
-    def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these."""
-        width = s.shape[1]
-        both = vectors.sums(lambda: [s.conj().T @ a_s, s.conj().T @ b_s], 2 * width * width)()
-        t, g = (part + part.conj().T for part in both.reshape(2, width, width) / 2)
-        if assumed is not None:
-            return np.ones(k), np.ones((width, k), dtype), np.ones((width, k), dtype)
-        if not np.isfinite(both).all():
-            raise LinAlgError("lobpcg met NaNs or infinities")
-        inner, beside, sizes = g[:k, :k], g[:k, k:], np.diag(g).real
-        first = _orthonormal(inner, sizes[:k], 10 * width * eps)
-        if (found := first.shape[1]) < k:
-            raise LinAlgError(f"lobpcg: X has only {found} independent vectors of {k}, or B is not definite")
-        # What lies beside X is made orthogonal to it.  Directions of which rounding leaves few digits are dropped: they
-        # would have Ritz values of their own.
-        along = first @ (first.conj().T @ beside)
-        others = _orthonormal(g[k:, k:] - beside.conj().T @ along, sizes[k:], eps**0.5)
-        basis = np.vstack([np.hstack([first, -along @ others]), np.hstack([np.zeros((width - k, k)), others])])
-        w, c = np.linalg.eigh(basis.conj().T @ t @ basis)
-        at = np.arange(len(w))[::-1][:k] if largest else np.arange(k)
-        c, more = c[:, at], c[:, at].copy()
-        more[:k] = 0
-        more = np.linalg.qr(np.hstack([c, more]))[0][:, k:]
-        directions = np.zeros((width, k), dtype)
-        directions[:, : more.shape[1]] = basis @ more
-        return w[at], (basis @ c).astype(dtype), directions
-
-    s = first
-    a_s, b_s = times("A", s), times("B", s)
-    w, c, _ = ritz(s, a_s, b_s)
+    s, a_s, b_s, both = pencil.start()
+    with np.errstate(over="ignore"):
+        limit = float(np.ldexp(limit, pencil.residual_power))
+    w, c, _ = _rayleigh_ritz(both, k, dtype, largest, assumed)
     x, ax, bx = (each @ back(c) for each in (s, a_s, b_s))
     p = ap = bp = x[:, :0]
     for turn in range(maxiter):
         r = ax - bx * back(w.astype(dtype))
-        sizes = vectors.sums(lambda: [(abs(r) ** 2).sum(axis=0)], k)()  # noqa: B023
+        sizes = vectors.sums(lambda: [(abs(pencil.wide(r)) ** 2).sum(axis=0)], k)()  # noqa: B023
         if (np.sqrt(sizes.real) <= limit).all() if assumed is None else turn == assumed:
             break
-        r = times("M", r)
+        r = pencil.preconditioned(r, first=turn == 0)
         s, a_s, b_s = (
-            xp.concatenate(each, axis=1) for each in ((x, r, p), (ax, times("A", r), ap), (bx, times("B", r), bp))
+            xp.concatenate(each, axis=1)
+            for each in ((x, r, p), (ax, pencil.times("A", r), ap), (bx, pencil.times("B", r), bp))
         )
-        w, c, more = ritz(s, a_s, b_s)
+        w, c, more = _rayleigh_ritz(pencil.products(s, a_s, b_s), k, dtype, largest, assumed)
         x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, more) for each in (s, a_s, b_s))
         if turn % AGAIN == AGAIN - 1:  # what was combined is computed, before its errors have values of their own
             s = xp.concatenate([x, p], axis=1)
-            (ax, ap), (bx, bp) = ((y[:, :k], y[:, k:]) for y in (times("A", s), times("B", s)))
+            (ax, ap), (bx, bp) = ((y[:, :k], y[:, k:]) for y in (pencil.times("A", s), pencil.times("B", s)))
         if callback is not None:
-            callback(distributed(w, Layout(None), X.grid))
-    values = np.ascontiguousarray(w, np.zeros(0, dtype).real.dtype)
-    found = DistArray(xp.ascontiguousarray(held(x)), (n, k), layout, X.grid)
-    return EighResult(distributed(values, Layout(None), X.grid), found)
+            callback(pencil.eigenvalues(w))
+    return EighResult(pencil.eigenvalues(w), pencil.eigenvectors(x))
+
+
+class _Pencil:
+    """A x = w B x, and M, as products with columns that lie like X; A, B and M are multiplied by powers of two.
+
+    They are 1 unless squares would leave the range.  Columns are blocks of this rank; a rank outside of the grid has
+    columns without elements.
+    """
+
+    def __init__(self, a: Any, b: Any, m: Any, x: DistArray, dtype: np.dtype[Any]) -> None:
+        self.grid, self.dtype, (n, k) = x.grid, dtype, x.shape
+        self.n, self.layout = n, Layout(x.layout.dims[0], None)
+        steps = {name: applied(v, f"lobpcg's {name}", n) for name, v in (("A", a), ("B", b), ("M", m)) if v is not None}
+        start = x.redistribute(self.layout).astype(dtype)
+        start = shifted(start, Vectors(start).measured(start)[1][0])
+        self.xp = start.xp
+        self.first = start.block if x.grid.inside else x.grid.backend.empty((0, k), dtype)
+        one = DistArray(self.first[:, 0].copy(), (n,), Layout(self.layout.dims[0]), x.grid)
+        self.vectors = Vectors(one)
+
+        def checked(name: str) -> Scaled:
+            def times(y: DistArray) -> DistArray:
+                return product(steps[name](y), y.shape, x, self.layout, dtype, f"lobpcg: {name} x")
+
+            return Scaled(times, self.vectors)
+
+        self.steps = {name: checked(name) for name in steps}
+
+    def held(self, block: Any) -> Any:
+        """Return a block; of ranks outside of the grid, which have columns without elements here, the empty one."""
+        return block if self.grid.inside else block[:, :0]
+
+    def columns(self, block: Any) -> DistArray:
+        """Return the columns of which this rank has a block."""
+        return DistArray(self.held(block), (self.n, block.shape[1]), self.layout, self.grid)
+
+    def times(self, name: str, block: Any) -> Any:
+        """Return the block of the product of A, B or M with columns; B and M are the identity if they are not given."""
+        if name not in self.steps:
+            return block
+        y = self.steps[name](self.columns(block))
+        return y.block if self.grid.inside else block
+
+    def wide(self, block: Any) -> Any:
+        """Return a block in double precision, in which all sums are made."""
+        return block.astype(self.vectors.dtype, copy=False)
+
+    def products(self, s: Any, a_s: Any, b_s: Any) -> np.ndarray:
+        """Return Sᴴ A S and Sᴴ B S, [2, width, width]."""
+        width, wide = s.shape[1], self.wide
+        terms = lambda: [wide(s).conj().T @ wide(y) for y in (a_s, b_s)]  # noqa: E731
+        with np.errstate(over="ignore", invalid="ignore"):  # until A and B are in range
+            return self.vectors.sums(terms, 2 * width * width)().reshape(2, width, width)
+
+    def start(self) -> tuple[Any, Any, Any, np.ndarray]:
+        """Return X, A X, B X and their products, and choose the powers of A and B by these."""
+        s = self.first
+        while True:
+            a_s, b_s = self.times("A", s), self.times("B", s)
+            both, fitted = self.products(s, a_s, b_s), False
+            for name, found in zip("AB", both, strict=True):
+                if name in self.steps and self.steps[name].fit(self.columns(s), np.abs(found).max()):
+                    self.steps[name].exponents &= ~1  # even: vectors are divided by the root
+                    fitted = True
+            if not fitted:
+                return s, a_s, b_s, both
+
+    def preconditioned(self, r: Any, first: bool) -> Any:
+        """Return M r; the `first` chooses the power of M."""
+        z = self.times("M", r)
+        if first and "M" in self.steps and self.steps["M"].fit_image(self.columns(r), self.columns(z)):
+            z = self.times("M", r)
+        return z
+
+    def power(self, name: str) -> int:
+        """Return the exponent of the power of two by which A, B or M is multiplied."""
+        return int(self.steps[name].exponents) if name in self.steps else 0
+
+    @property
+    def residual_power(self) -> int:
+        """The exponent of the power of two by which A x - w B x is multiplied, of vectors for which xᴴ B x = 1."""
+        return self.power("A") - self.power("B") // 2
+
+    def eigenvalues(self, w: np.ndarray) -> DistArray:
+        """Return those of A and B as they are given."""
+        with np.errstate(over="ignore"):
+            w = np.ldexp(w, self.power("B") - self.power("A"))
+            return _values(w, self.vectors.like)
+
+    def eigenvectors(self, x: Any) -> DistArray:
+        """Return those with xᴴ B x = 1 for B as it is given."""
+        found = self.columns(self.xp.ascontiguousarray(x))
+        return shifted(found, self.power("B") // 2)
+
+
+def _rayleigh_ritz(
+    both: np.ndarray, k: int, dtype: np.dtype[Any], largest: bool, assumed: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Return k Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these.
+
+    Parameters
+    ----------
+    both : array [2, width, width]
+        Sᴴ A S and Sᴴ B S, of which the first k columns of S are vectors so far.
+    """
+    width, eps = both.shape[-1], float(np.finfo(dtype).eps)
+    if assumed is not None:
+        return np.ones(k), np.ones((width, k), dtype), np.ones((width, k), dtype)
+    if not np.isfinite(both).all():
+        raise LinAlgError("lobpcg met NaNs or infinities")
+    t, g = (part + part.conj().T for part in both / 2)
+    inner, beside, sizes = g[:k, :k], g[:k, k:], np.diag(g).real
+    first = _orthonormal(inner, sizes[:k], 10 * width * eps)
+    if (found := first.shape[1]) < k:
+        raise LinAlgError(f"lobpcg: X has only {found} independent vectors of {k}, or B is not definite")
+    # What lies beside X is made orthogonal to it.  Directions of which rounding leaves few digits are dropped: they
+    # would have Ritz values of their own.
+    along = first @ (first.conj().T @ beside)
+    others = _orthonormal(g[k:, k:] - beside.conj().T @ along, sizes[k:], eps**0.5)
+    basis = np.vstack([np.hstack([first, -along @ others]), np.hstack([np.zeros((width - k, k)), others])])
+    w, c = np.linalg.eigh(basis.conj().T @ t @ basis)
+    at = np.arange(len(w))[::-1][:k] if largest else np.arange(k)
+    c, more = c[:, at], c[:, at].copy()
+    more[:k] = 0
+    more = np.linalg.qr(np.hstack([c, more]))[0][:, k:]
+    directions = np.zeros((width, k), dtype)
+    directions[:, : more.shape[1]] = basis @ more
+    return w[at], (basis @ c).astype(dtype), directions
 
 
 def _orthonormal(g: np.ndarray, sizes: np.ndarray, limit: float) -> np.ndarray:
@@ -588,7 +735,7 @@ def _orthonormal(g: np.ndarray, sizes: np.ndarray, limit: float) -> np.ndarray:
     limit : float
         Combinations of at most this squared length are left out.
     """
-    scale = np.sqrt(np.maximum(sizes, np.finfo(g.dtype).tiny))
+    scale = np.sqrt(np.where(sizes > 0, sizes, 1))
     d, q = np.linalg.eigh(g / scale[:, None] / scale[None, :])
     kept = d > limit
     found: np.ndarray = q[:, kept] / np.sqrt(d[kept]) / scale[:, None]

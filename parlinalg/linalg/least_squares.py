@@ -202,11 +202,11 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         refuse_odd(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
     least, most = factor.extremes() if k else (0.0, 0.0)
-    unit = _unit(a, most or float(abs(a).max()) if k else 1.0)  # where R overflows `most` is 0
+    unit = kernels.unit(most or float(abs(a).max()) if k else 1.0, a.dtype)  # where R overflows `most` is 0
     parts: Pseudoinverse = ()
     if unit != 1:
         del factor
-        other = _unit(b, float(abs(b).max()) if b.size else 1.0)
+        other = kernels.unit(float(abs(b).max()) if b.size else 1.0, b.dtype)
         (x, rank, s), parts = _factored(a * unit, b * other, limit, keep)
         with np.errstate(over="ignore"):
             for half in kernels.halves(unit, other):
@@ -236,11 +236,6 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         left = factor.turned(u)
         parts = ("svd", vh.mT.conj(), values, left.mT.conj(), 1.0) if wide else ("svd", left, values, vh, 1.0)
     return (x, counted(kept.sum(), k), s), parts
-
-
-def _unit(a: DistArray, largest: float) -> Any:
-    """Return the power of two that brings a matrix with this largest element into range."""
-    return kernels.units(np.asarray(largest, a.real.dtype))[()]
 
 
 def _maybe_full(grid: Grid, least: float, most: float, limit: float) -> bool:

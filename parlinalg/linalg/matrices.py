@@ -116,18 +116,17 @@ def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name
 
     `parts` are what this rank has of it.
     """
-    limits, real = np.finfo(dtype), np.zeros(0, dtype).real.dtype.type
+    real = np.finfo(dtype).dtype
     finite, largest = all(map(kernels.finite, parts)), 0.0
     if finite:
-        for numbers in (t.view(limits.dtype) for t in parts if t.size and has_values(t)):
+        for numbers in (t.view(real) for t in parts if t.size and has_values(t)):
             largest = max(largest, float(numbers.max()), -float(numbers.min()))
     odd, largest = tiles.worst([not finite, largest])
     refuse_odd(odd, name)
-    if not largest or math.sqrt(float(limits.tiny)) * 1e3 < largest < math.sqrt(float(limits.max)) * 1e-3:
-        return real(1)
-    scale = real(math.ldexp(1.0, min(-math.frexp(largest)[1], limits.maxexp - 2)))  # itself in range
-    for t in parts:
-        t *= scale
+    scale = kernels.unit(largest, dtype, squares=True)
+    if scale != 1:
+        for t in parts:
+            t *= scale
     return scale
 
 

@@ -374,7 +374,7 @@ def halley(a: DistArray) -> DistArray | None:
     largest = as_number(abs(a).max(), 0) if a.size else 0.0
     if not largest:
         return eye(m, n, dtype=a.dtype, grid=a.grid, layout=layout)
-    x = a * kernels.units(np.asarray(largest, real))[()]
+    x = a * kernels.unit(largest, a.dtype)
     x /= real(_frobenius(x))
     low = _least(QRFactor(x, keep=False).R, eps)
     for _ in range(12):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky, tall_qr
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, refuse_odd, scaled, tiles_for
+from parlinalg.linalg.matrices import ODD, LinAlgError, as_matrix, batches, distributed, refuse_odd, scaled, tiles_for
 from parlinalg.linalg.systems import inv, solve_triangular
 from parlinalg.matmul import matmul
 
@@ -71,7 +72,7 @@ def eigh(
     Raises
     ------
     LinAlgError
-        If a leading minor of B is not positive, which it names.
+        If a leading minor of B is not positive, which it names, or eigenvalues of A v = w B v overflow.
     """
     if b is not None:
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
@@ -100,7 +101,7 @@ def eigvalsh(
 ) -> DistArray:  # fmt: skip
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
     if b is not None:
-        x = standard(x, b, "eigvalsh")[0]
+        return generalized_values(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
@@ -115,9 +116,33 @@ def eigvalsh(
 
 def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
     """Return the eigenvalues and vectors of A v = w B v; the arguments are those of `eigh`."""
-    c, l = standard(a, b, "eigh")
-    w, y = eigh(c, **subset)
+    with _overflow_named(a, b, "eigh"):
+        c, l = standard(a, b, "eigh")
+        w, y = eigh(c, **subset)
     return EighResult(w, solve_triangular(l, y, lower=True, adjoint=True))
+
+
+def generalized_values(a: DistArray, b: DistArray, **subset: Any) -> DistArray:
+    """Return the eigenvalues of A v = w B v; the arguments are those of `eigvalsh`."""
+    with _overflow_named(a, b, "eigvalsh"):
+        return eigvalsh(standard(a, b, "eigvalsh")[0], **subset)
+
+
+@contextmanager
+def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
+    """Where L⁻¹ A L⁻ᴴ of finite A and B = L Lᴴ is found to have infinities, raise an error that says why."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).endswith(ODD):
+            raise
+        for which, each in (("a", a), ("b", b)):
+            if not bool(isfinite(tril(getattr(each, "data", each))).all()):
+                raise ValueError(f"{name} takes finite numbers; {which} has {ODD}") from None
+        raise LinAlgError(
+            f"{name}: eigenvalues w of a v = w b v are beyond the largest number of {a.dtype}, as is L⁻¹ a L⁻ᴴ with "
+            "b = L Lᴴ; multiply a by a small number, or b by a large one"
+        ) from None
 
 
 def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArray]:
@@ -276,7 +301,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
         return None
     largest, unit = abs(x).max(), x.real.dtype.type(1)
     if x.grid.backend.values:
-        unit = kernels.units(np.asarray(float(largest), x.real.dtype))[()]  # so that sums stay in range
+        unit = kernels.unit(float(largest), x.dtype)  # so that sums stay in range
     x = x * unit if unit != 1 else x
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R

@@ -372,6 +372,131 @@ def test_values_whose_squares_are_out_of_range(grid, dtype, size):
             close(svds(b, 3, v0=v0).S, s, 1e-13)
 
 
+def power(x, exponent):
+    """The array times 2 to this power, which need not be in range itself."""
+    x = np.array(x)
+    while exponent:
+        step = max(-100, min(100, exponent))
+        x, exponent = x * x.real.dtype.type(2.0**step), exponent - step
+    return x
+
+
+WHOLE_RANGE = {"float32": (-135, -80, 0, 80, 115), "float64": (-1055, -600, 0, 600, 1012)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("size", range(5))
+def test_systems_of_the_whole_range(grid, size, dtype):
+    """The matrix, the right-hand side, the first guess and M may be subnormal or next to overflow."""
+    n, real = 12, np.finfo(dtype).dtype
+    single, exponents = real == np.float32, WHOLE_RANGE[real.name]
+    a, b, guess = definite(n, dtype)[0], random(n, 2, dtype=dtype, seed=2), random(n, 2, dtype=dtype, seed=7)
+    of_a = exponents[size]
+    large = power(a, of_a)
+    exact = power(large.astype(complex if a.dtype.kind == "c" else float), -of_a)
+    A, M = placed(grid, large, 1), placed(grid, power(np.diag(1 / np.diag(a)).astype(dtype), min(-of_a, 115)), 2)
+    error, rtol = (3e-3, 1e-5) if single else (1e-7, 1e-10)
+    for of_b in exponents:
+        of_x = of_b - of_a
+        if not exponents[0] <= of_x <= exponents[-1]:
+            continue
+        sides = power(b, of_b)
+        right = np.linalg.solve(exact, power(sides.astype(exact.dtype), -of_b))
+        bound = error * np.abs(right).max() + n * 2.0 ** ((-149 if single else -1074) - of_x)
+        B, G = placed(grid, sides, 1), placed(grid, power(guess, of_x), 2)
+        seen = []
+        for method, options in (
+            (cg, {}), (cg, {"pipelined": True}), (cg, {"M": M}), (cg, {"x0": G}), (minres, {}), (minres, {"M": M}),
+            (minres, {"x0": G}), (gmres, {}), (gmres, {"M": M}), (gmres, {"x0": G}),
+        ):  # fmt: skip
+            x, info = method(A, B, rtol=rtol, callback=seen.append, **options)
+            assert info == 0
+            close(seen[-1], x.gather(), 0)  # in the user's units
+            if (x := x.gather()) is not None:
+                assert np.abs(power(x.astype(exact.dtype), -of_x) - right).max() <= bound
+        for options in ({}, {"x0": G}):
+            found = lsqr(A, B, atol=rtol, btol=rtol, iter_lim=400, **options)
+            assert np.isin(found.istop, (1, 2)).all()
+            if (x := found.x.gather()) is not None:
+                assert np.abs(power(x.astype(exact.dtype), -of_x) - right).max() <= bound
+                np.testing.assert_allclose(found.xnorm, power(np.linalg.norm(right, axis=0), of_x), 1e-2, 1e-320)
+
+
+@pytest.mark.parametrize("size", [-1000, -700, 0, 700, 1000])
+def test_absolute_tolerances_are_in_the_users_units(grid, size):
+    a, b = definite(20)[0], random(20, seed=2)
+    A, B = placed(grid, a, 1), placed(grid, power(b, size), 2)
+    for method in (cg, minres, gmres):
+        options = {"restart": 1} if method is gmres else {}
+        x, info = method(A, B, rtol=0, atol=float(power(0.1, size)), **options)
+        assert info == 0
+        if (x := x.gather()) is not None:
+            left = np.linalg.norm(b - a @ power(x, -size))
+            assert 1e-3 < left <= 0.1 + 1e-12
+        assert not pla.any(method(A, B, rtol=0, atol=float(power(2.0, size)) * 4)[0])  # 0 is near enough
+
+
+@pytest.mark.parametrize("exponent", [-1068, -1040, -400, 400, 1010])
+def test_spectra_of_the_whole_range(grid, exponent):
+    """Subnormal numbers too, of which products have no digits."""
+    n = 15
+    large = power(definite(n)[0], exponent)
+    w = np.linalg.eigvalsh(power(large, -exponent))
+    A, below = placed(grid, large, 1), n * 2.0 ** min(0, -1074 - exponent)
+
+    def near(found, want, error=1e-10):
+        if (found := found.gather()) is not None:
+            np.testing.assert_allclose(power(found, -exponent), want, error, below)
+
+    X = random(n, 3, seed=8)
+    near(eigsh(A, 3, which="LA").eigenvalues, w[-3:])
+    near(eigsh(lambda x: A @ x, 3, v0=placed(grid, power(X[:, 0], -1000), 1)).eigenvalues, w[-3:])
+    near(eigsh(A, 3, sigma=0.0, v0=placed(grid, power(X[:, 0], 1000), 1)).eigenvalues, w[:3])
+    near(svds(A, 3).S, w[:-4:-1])
+    for of_x in (-1040, 0, 1000):
+        near(lobpcg(A, placed(grid, power(X, of_x), 2), tol=0, maxiter=60).eigenvalues, w[:-4:-1], 1e-8)
+    weights = np.linspace(1, 3, n)
+    of_b = max(-900, min(900, exponent)) // 2
+    B = placed(grid, power(np.diag(weights), of_b), 2)
+    want = np.linalg.eigvalsh(power(large, -exponent) / np.sqrt(np.outer(weights, weights)))[:-4:-1]
+    if abs(exponent - of_b) < 900:
+        values, v = lobpcg(A, placed(grid, X, 1), B, tol=0, maxiter=60)
+        if (values := values.gather()) is not None:
+            np.testing.assert_allclose(power(values, of_b - exponent), want, 1e-8)
+        if (v := v.gather()) is not None:  # vᴴ B v = 1
+            v = power(v, of_b // 2) * 2.0 ** (of_b % 2 / 2)
+            np.testing.assert_allclose(v.T @ (weights[:, None] * v), np.eye(3), 0, 1e-8)
+
+
+def test_single_precision_of_lobpcg_is_summed_in_double(grid):
+    """Squares of these are out of the range of float32."""
+    n = 15
+    a, w = definite(n, "float32")
+    X = random(n, 3, dtype="float32", seed=8)
+    for size in (1e-30, 1e-25, 1e25, 1e30):
+        large = (a * np.float32(size)).astype("float32")
+        values, _ = lobpcg(placed(grid, large, 1), placed(grid, X, 2), tol=1e-4 * size, maxiter=200)
+        close(values, w[:-4:-1] * size, 1e-5)
+        values, _ = lobpcg(placed(grid, a, 1), placed(grid, X * np.float32(size), 2), tol=1e-4, maxiter=200)
+        close(values, w[:-4:-1], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_least_squares_to_the_last_digit(grid, dtype):
+    """With tolerances of 0 it ends, as SciPy's, where what is left is rounding."""
+    a, b = random(30, 12, dtype=dtype, seed=4), random(30, dtype=dtype, seed=5)
+    error = 1e-4 if dtype == "float32" else 1e-12
+    for rows, stop in ((30, 5), (12, 4)):
+        found = lsqr(placed(grid, a[:rows], 1), placed(grid, b[:rows], 2), atol=0, btol=0, iter_lim=10_000)
+        assert found.istop == stop
+        assert found.itn < 200
+        close(found.x, np.linalg.lstsq(a[:rows], b[:rows])[0], error * (1 if rows > 12 else 100))
+    if dtype == "float64":
+        assert scipy.sparse.linalg.lsqr(a, b, atol=0, btol=0, conlim=0, iter_lim=10_000)[1] == 5
+    singular = np.diag(np.r_[1.0, np.geomspace(1e-18, 1e-20, 4)]).astype(dtype)
+    assert lsqr(placed(grid, singular, 1), placed(grid, np.ones(5, dtype), 1), atol=0, btol=0).istop in (4, 5, 6)
+
+
 def test_shifts_of_eigsh(grid):
     """What counts as an eigenpair is told by the tolerance that was asked for and by the size of the shift."""
     a = definite(20)[0]
@@ -553,6 +678,22 @@ def test_single_precision_stays(grid):
         assert x.dtype == "float32"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_conjugate_gradients_of_indefinite_matrices(grid, dtype):
+    """A direction of negative curvature is named where it shows late, unless rounding may be the cause."""
+    n = 10
+    q, b = np.linalg.qr(random(n, n, dtype=dtype))[0], random(n, dtype=dtype, seed=2)
+    for least in (-3.0, -0.2):
+        a = placed(grid, ((q * np.r_[least, np.linspace(1, 9, n - 1)]) @ q.conj().T).astype(dtype), 1)
+        for options in ({}, {"pipelined": True}, {"M": lambda r: 2.0 * r}):
+            with pytest.raises(np.linalg.LinAlgError, match="cg takes positive definite A: pᴴ A p = -"):
+                cg(a, placed(grid, b, 1), rtol=1e-6, **options)
+    a = placed(grid, definite(n, dtype, low=1e-2)[0], 1)
+    for options in ({}, {"pipelined": True}):  # as far as rounding lets it
+        x, _ = cg(a, placed(grid, b, 1), rtol=0, maxiter=200, **options)
+        close(a @ x, b, 1e-3 if dtype == "float32" else 1e-10)
+
+
 def test_zeros_solve_systems_of_zeros(grid):
     """As SciPy's: the first guess counts for the other systems."""
     a = definite(6)[0]
@@ -637,6 +778,9 @@ def test_wrong_use(grid):
         (lambda: lsqr(a, b, x0=b[:2]), ValueError, r"x0 has the shape of the solution, \(6,\), not \(2,\)"),
         (lambda: lsqr(a, b, x0=np.zeros(6)), ValueError, "x0 is a DistArray of the solution's shape on b's grid"),
         (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, .* or two functions .*, not \(6,\)"),
+        (lambda: lobpcg(a, b[:, None], -a), np.linalg.LinAlgError, "only 0 independent vectors of 1, or B is not def"),
+        (lambda: lobpcg(a[:2, :2], b[:2, None]), ValueError, "lobpcg takes no vectors of 2 elements, not 1"),
+        (lambda: lsqr(a, b * np.inf), ValueError, "lsqr takes finite numbers; the right-hand side has NaNs"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
         (lambda: eigsh(a, 2, v0=b * 0), ValueError, "eigsh: v0 is zero"),
         *(

@@ -95,6 +95,24 @@ def test_eigh_of_two_matrices(grid, dtype):
             ratio(norm(a @ some[1].gather() - b @ some[1].gather() * want[1:4]), norm(a), n, dtype, "some")
 
 
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+def test_eigenvalues_of_two_matrices_beyond_the_range(grid, lead):
+    """The error names the cause, and whether it is A; what lies above the diagonals is not read."""
+    n = 5
+    above = np.where(np.tri(n, dtype=bool), 0, np.nan)
+    a, b = np.broadcast_to(1e300 * (np.ones((n, n)) + np.eye(n)), (*lead, n, n)) + above, 1e-300 * np.eye(n)
+    rows = Layout(*[None] * len(lead), grid.axes[0], None)
+    x, y = pla.distribute(a, grid, rows), pla.distribute(np.broadcast_to(b, a.shape) + above, grid, rows)
+    odd = pla.distribute(np.where(np.eye(n, dtype=bool), np.nan, a), grid, rows)
+    for function in (linalg.eigh, linalg.eigvalsh):
+        with pytest.raises(np.linalg.LinAlgError, match="eigenvalues w of a v = w b v are beyond the largest number"):
+            function(x, y)
+        with pytest.raises(np.linalg.LinAlgError, match="eigenvalues w of a v = w b v are beyond the largest number"):
+            function(pla.Tensor(x), pla.Tensor(y))
+        with pytest.raises(ValueError, match="takes finite numbers; a has NaNs or infinities"):
+            function(odd, y)
+
+
 def test_eigh_of_two_matrices_of_unlike_precision(grid):
     """Both are taken to the precision of the result."""
     a, b = pencil(7, float)
@@ -133,7 +151,7 @@ def test_wrong_pairs_of_matrices(grid):
                 function(x, stack)
         with pytest.raises(np.linalg.LinAlgError, match=rf"{name} takes matrices a and b of one size, not of shapes"):
             function(x, y[:4, :4])
-        with pytest.raises(ValueError, match="finite numbers"):
+        with pytest.raises(ValueError, match=f"{name} takes finite numbers; b has NaNs or infinities"):
             function(x, y * np.nan)
         with pytest.raises(TypeError, match="takes DistArrays, not ndarray"):
             function(x, b)
