@@ -7,7 +7,7 @@ ZeRO, recomputation and dtype where the given configuration leaves them open.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ which is another training, so that they are planned only where the configuration
 microbatches, but waits for no answer from later stages: where messages take long it is faster than 1F1B."""
 RING_ORDERS = ("zigzag", *(order for order in ORDERS if order != "zigzag"))
 Offload = tuple[tuple[str, str], ...]
+IMPLIED = {"parameters": ("parameters", "gradients")}
+"""The kinds of what is offloaded that take others along."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Candidate:
     data, pipeline, sequence, ulysses : int
         As in the configuration.
     tensor : TensorConfig
-    zero : ZeroConfig
+    zero : int
+        The stage of ZeRO.
     microbatches : int
     schedule : str or None
     chunks : int or None
@@ -77,12 +80,12 @@ class Candidate:
 
     @property
     def frame(self) -> Frame:
-        """Return how the ranks are used."""
+        """How the ranks are used."""
         return Frame(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
 
     @property
     def width(self) -> int:
-        """Ranks of one copy of a stage."""
+        """The ranks that share one copy of a stage."""
         return self.sequence * (self.tensor.ranks or 1)
 
     def form(self) -> str:
@@ -256,6 +259,18 @@ def given_offload(config: TrainingConfig) -> Offload:
     kinds = ("optimizer", "activations", "parameters", "gradients")
     places = ((kind, getattr(config.offload, kind)) for kind in kinds)
     return tuple((kind, place) for kind, place in places if place is not None)
+
+
+def implied(kinds: Iterable[str]) -> set[str]:
+    """Return kinds of what is offloaded with those that they take along."""
+    return {each for kind in kinds for each in IMPLIED.get(kind, (kind,))}
+
+
+def offload_sets(kinds: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return all sets of kinds that may be offloaded together, those that take the fewest along first."""
+    sets = (chosen for n in range(1, len(kinds) + 1) for chosen in itertools.combinations(kinds, n))
+    found = [chosen for chosen in sets if not {"parameters", "gradients"} <= {*chosen}]
+    return sorted(found, key=lambda chosen: len(implied(chosen)))
 
 
 class Frame(NamedTuple):

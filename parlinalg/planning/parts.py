@@ -11,7 +11,7 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +58,8 @@ from parlinalg.train.recipes import (
 )
 
 Bytes = TypeVar("Bytes", int, float)
+SPANS = ("forward", "backward", "update")
+"""The spans of a part in which what is offloaded comes and goes."""
 ASSUMED = WhatIf(finite=True, norm=1.0)
 """Gradients are finite and not clipped: a step in which nothing is left out."""
 
@@ -217,38 +219,30 @@ class Part:
         ConfigError
             If gradients alone are to rest elsewhere, and are not `settled`.
         """
-        weights, held, states, kept, transient = self.weights, self.gradients, self.states, self.kept, self.transient
-        rest, each = Counter[str](), Counter[str]()
-        moves = {"forward": Counter[str](), "backward": Counter[str](), "update": Counter[str]()}
-
-        def moved(span: str, kind: str, come: int, go: int, beside: int = 0) -> None:
-            if device:
-                moves[span][HOST_COPY] += come + go + beside
-            if places[kind] == "disk":
-                moves[span] += Counter({DISK_READ: come, DISK_WRITE: go + beside})
-
-        if (place := places.get("optimizer")) is not None:
-            tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
-            beside = self.recorded if place == "disk" else 0
-            moved("update", "optimizer", states, states, beside)
-            rest[place] += 2 * (states + beside) if place == "disk" else states  # a file has two places for each tile
-            states, transient = 0, transient + min(states, tiles)
-        if (place := places.get("activations")) is not None:
-            moved("forward", "activations", 0, self.away)
-            moved("backward", "activations", self.away, 0)
-            each[place] += self.away
-            kept, transient = kept - self.away, transient + on_their_way(self.away, self.block)
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
-        for kind, own, least in (("parameters", weights, 3), ("gradients", 0, 2)):
-            if (place := places.get(kind)) is not None:
-                terms = held if self.settled else 0
-                moved("forward", kind, own, 0)
-                moved("backward", kind, own + terms, terms)
-                moved("update", kind, own, own)
-                transient += min(own + terms, least * self.largest)
-                rest[place] += own + terms
-                weights, held = weights - own, held - terms
+        weights, held, states, kept, transient = self.weights, self.gradients, self.states, self.kept, self.transient
+        terms = held if self.settled else 0
+        transient += in_transit(places, weights, terms, states, self.away, self.block, self.largest)
+        rest, each = Counter[str](), Counter[str]()
+        moves = {span: Counter[str]() for span in SPANS}
+        for (span, kind), (come, go) in offload_moves(places, weights, terms, states, self.away).items():
+            to_disk = places[kind] == "disk"
+            go += self.recorded if kind == "optimizer" and to_disk else 0
+            moves[span] += Counter({HOST_COPY: come + go} if device else {})
+            moves[span] += Counter({DISK_READ: come, DISK_WRITE: go} if to_disk else {})
+        if (place := places.get("optimizer")) is not None:
+            rest[place] += 2 * (states + self.recorded) if place == "disk" else states  # a file has two for each tile
+            states = 0
+        if (place := places.get("activations")) is not None:
+            each[place] += self.away
+            kept -= self.away
+        if (place := places.get("parameters")) is not None:
+            rest[place] += weights + terms
+            weights, held = 0, held - terms
+        elif (place := places.get("gradients")) is not None:
+            rest[place] += terms
+            held -= terms
         copies = {
             span: tuple(Kernel(name, n, n, "uint8") for name, n in found.items() if n) for span, found in moves.items()
         }
@@ -265,6 +259,36 @@ class Part:
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
             made._spans[span, ()] = self._span(span, copies.get(span, ()))
         return made
+
+
+def offload_moves(
+    kinds: Collection[str], weights: int, terms: int, states: int, away: int
+) -> dict[tuple[str, str], tuple[int, int]]:  # fmt: skip
+    """Return by span and kind the bytes that come and go: of values, gradients, states and a microbatch's activations.
+
+    `terms` are the gradients that rest with the values or alone.
+    """
+    alone = 0 if "parameters" in kinds else terms
+    moves = {
+        "optimizer": {"update": (states, states)},
+        "activations": {"forward": (0, away), "backward": (away, 0)},
+        "parameters": {"forward": (weights, 0), "backward": (weights + terms, terms), "update": (weights, weights)},
+        "gradients": {"backward": (alone, alone)},
+    }
+    return {(span, kind): moved for kind in kinds for span, moved in moves[kind].items()}
+
+
+def in_transit(
+    kinds: Collection[str], weights: int, terms: int, states: int, away: int, block: int, largest: int
+) -> int:  # fmt: skip
+    """Return the bytes of what is offloaded that are in memory at once, as they come or go, beside what stays there."""
+    alone = 0 if "parameters" in kinds else terms
+    tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
+    least = {
+        "optimizer": min(states, tiles), "activations": on_their_way(away, block),
+        "parameters": min(weights + terms, 3 * largest), "gradients": min(alone, 2 * largest),
+    }  # fmt: skip
+    return sum(least[kind] for kind in kinds)
 
 
 def on_their_way(away: Bytes, block: Bytes) -> Bytes:

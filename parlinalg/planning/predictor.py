@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -12,9 +13,21 @@ from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
-from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
+from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, offload_sets
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, on_their_way, trace_part, warn
+from parlinalg.planning.parts import (
+    SPANS,
+    Between,
+    Inputs,
+    Part,
+    declared,
+    in_transit,
+    layer_keys,
+    offload_moves,
+    on_their_way,
+    trace_part,
+    warn,
+)
 from parlinalg.planning.timeline import COMPUTED, Stage, Timeline, pipeline_timeline, sharing, timeline
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
 from parlinalg.train.choices import LANGUAGE
@@ -89,12 +102,54 @@ class Planned:
         return sum(self.memory.values())
 
 
+class Held(NamedTuple):
+    """Bytes that a candidate takes: of the fullest pipeline rank, which one that is, and the most in each place."""
+
+    memory: Mapping[str, int]
+    stage: int
+    host: int = 0
+    disk: int = 0
+    traced: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        return sum(self.memory.values())
+
+
 class Rest(NamedTuple):
     """Bytes of a model at rest."""
 
     weights: int
     gradients: int
     states: int
+
+
+class Floor(NamedTuple):
+    """What a stage takes at the least on a rank, where nothing is offloaded.
+
+    Attributes
+    ----------
+    rest : Rest
+    kept, ends : int
+        Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded.
+    transient, largest : int
+        As of `Part`.
+    forward, backward : float
+        Seconds of a pass.
+    """
+
+    rest: Rest
+    kept: int
+    ends: int
+    transient: int
+    largest: int
+    forward: float
+    backward: float
+
+
+Copies = tuple[float, float, float]
+"""Seconds of what comes and goes in a stage's forward pass, in its backward pass and in its update."""
 
 
 def one_rank(dtype: str | None, recompute: str | None = None) -> Candidate:
@@ -120,6 +175,7 @@ class Predictor:
         self._of_model: dict[tuple[str | None, int], bool] = {}
         self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
         self._offloaded: dict[tuple[int, Offload], Part] = {}
+        self._schedules: dict[Any, tuple[Schedule, list[tuple[int, int]]]] = {}
 
     @cached_property
     def _quick(self) -> Machine:
@@ -231,20 +287,25 @@ class Predictor:
     def kept_by(self, recompute: str | None) -> tuple[float, float]:
         """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
         output."""
-        dtype = self.config.precision.dtype
-        keys = self.keys(dtype)
+        parts = self._on_one_rank(self.config.precision.dtype, recompute, update=False)
+        part = parts[len(parts) // 2]
+        return float(part.kept), float(part.message)
+
+    def _on_one_rank(self, dtype: str | None, recompute: str | None, update: bool) -> list[Part]:
+        """Return the parts of all layers on one rank, each with one sample; what layers share is in all of them."""
         config = one_rank(dtype, recompute).apply(self.config, 1)
         given: Between | None = None
-        for i, key in enumerate(keys[: len(keys) // 2 + 1]):
-            known = "kept", recompute, key, given
+        found = []
+        for i, key in enumerate(self.keys(dtype)):
+            known = "alone", dtype, recompute, update, key, given
             if known not in self._parts:
                 fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
                 self._parts[known] = trace_part(
-                    fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
+                    fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=update
                 )
-            part = self._parts[known]
-            given = part.output
-        return float(part.kept), float(part.message)
+            found.append(self._parts[known])
+            given = found[-1].output
+        return found
 
     # -------------------------------------------------------------------------------------------- bounds
     def static_bound(self, c: Candidate) -> float:
@@ -265,20 +326,125 @@ class Predictor:
         of a copy of the model; ZeRO's stages share states, gradients and weights between the data parallel ranks, and
         experts and matrix-wise optimizers may share theirs between any.  The fullest rank holds at least the mean.
         """
-        part = self.alone(c.dtype)
-        options = self.config.model.options
-        ranks = c.pipeline * (c.tensor.ranks or 1)
-        if int(options.get("num_local_experts", 1)) > 1:
-            ranks = self.ranks
+        shares = (c.pipeline * n for n in self._sharing(c))
+        rest = Rest(*(n // share for n, share in zip(self.alone(c.dtype), shares, strict=True)))
+        return sum(self._left(c, rest, (*self.kinds(c), *dict(c.offload))))
+
+    def _sharing(self, c: Candidate) -> Rest:
+        """Return how many ranks share what a stage has at rest, at the most."""
+        ranks, every = c.tensor.ranks or 1, self.ranks // c.pipeline
+        if int(self.config.model.options.get("num_local_experts", 1)) > 1:
+            ranks = every
 
         def share(stage: int) -> int:
-            return min(self.ranks, ranks * c.data) if c.zero >= stage else ranks
+            return min(every, ranks * c.data) if c.zero >= stage else ranks
 
-        states = self.ranks if self.config.optimizer.name in HOME else share(1)
-        kinds = (*self.kinds(c), *dict(c.offload))
-        found = 0 if "optimizer" in kinds else part.states // states
-        found += 0 if "parameters" in kinds else part.weights // share(3)
-        return found + (0 if self.settles(c) and {"parameters", "gradients"} & {*kinds} else part.gradients // share(2))
+        return Rest(share(3), share(2), every if self.config.optimizer.name in HOME else share(1))
+
+    def _left(self, c: Candidate, rest: Rest, kinds: Collection[str]) -> Rest:
+        """Return what is left at rest where kinds are offloaded."""
+        gone = self.settles(c) and not {"parameters", "gradients"}.isdisjoint(kinds)
+        return Rest(
+            0 if "parameters" in kinds else rest.weights, 0 if gone else rest.gradients,
+            0 if "optimizer" in kinds else rest.states,
+        )  # fmt: skip
+
+    def bounds(self, c: Candidate, memory: int) -> tuple[float, int]:
+        """Return seconds and bytes that no step of a candidate can be below in so much memory, by traces of its layers.
+
+        Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
+        does.  A rank waits for what comes and goes beside its passes.
+        """
+        stages = self._floors(c)
+        own, flight, messages = [[0]], [1], 0
+        if c.pipeline > 1:
+            schedule, cuts = self._bounded(c)
+            own = [[k.stage for k in chunks] for chunks in schedule.chunks]
+            flight = list(dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).held)
+            parts = self._layers(c, bound=True)
+            messages = AHEAD * max(parts[b - 1].message for _, b in cuts)
+        seconds, least = math.inf, math.inf
+        for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.kinds(c))]:
+            away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
+            left = [self._left(c, stage.rest, kinds) for stage in stages]
+            kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
+            buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, strict=True)]
+            need = max(
+                sum(sum(left[s]) for s in held) + n * max(kept[s] for s in held) + max(buffers[s] for s in held)
+                for n, held in zip(flight, own, strict=True)
+            )  # fmt: skip
+            least = min(least, need + messages)
+            if need + messages <= memory:
+                copies = [self._copies(c, kinds, stage.rest, n) for stage, (n, _) in zip(stages, away, strict=True)]
+                seconds = min(seconds, self._least(c, stages, copies))
+            if not kinds and seconds < math.inf:  # it fits
+                break
+        return seconds, int(least)
+
+    def _buffers(self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int]) -> int:
+        """Return the bytes of a stage that are neither at rest nor kept, at the least."""
+        terms = stage.rest.gradients if self.settles(c) else 0
+        kinds = {*kinds} - {"optimizer"}  # tiles are small
+        return stage.transient + in_transit(kinds, stage.rest.weights, terms, 0, *away, stage.largest)
+
+    def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
+        """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
+        moves = offload_moves(kinds, rest.weights, rest.gradients if self.settles(c) else 0, rest.states, away)
+        host, disk, places = self.machine.host, self.machine.disk, dict(c.offload)
+
+        def seconds(come: int, go: int, place: str) -> float:
+            made = (come + go) / host.bandwidth if host is not None and self.target == "gpu" else 0.0
+            return made + (come / disk.read + go / disk.write if disk is not None and place == "disk" else 0.0)
+
+        spent = dict.fromkeys(SPANS, 0.0)
+        for (span, kind), moved in moves.items():
+            spent[span] += min(seconds(*moved, p) for p in ([places[kind]] if places else self.homes))
+        return spent["forward"], spent["backward"], spent["update"]
+
+    def _floors(self, c: Candidate) -> list[Floor]:
+        """Return what each stage takes at the least, by traces of the layers of one copy of the model."""
+        parts, every, share = self._layers(c, bound=True), self._on_one_rank(c.dtype, None, True), self._sharing(c)
+        alone = self.alone(c.dtype)
+        ratio = alone.gradients / max(1, alone.weights)
+        found = []
+        for a, b in [(0, len(parts))] if c.pipeline == 1 else self._bounded(c)[1]:
+            rest = alone  # layers of one stage may share parameters
+            if c.pipeline > 1:
+                rest = Rest(*(sum(getattr(part, name) for part in every[a:b]) for name in Rest._fields))
+            own, last = parts[a:b], parts[b - 1]
+            found.append(
+                Floor(
+                    Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
+                    sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
+                    max(0, int(last.transient - ratio * last.weights)),  # its new gradients are at rest
+                    max(part.largest for part in every[a:b]) // share.weights,
+                    sum(self.seconds(part, "forward", quick=True) for part in own),
+                    sum(self.seconds(part, "backward", quick=True) for part in own),
+                )
+            )  # fmt: skip
+        return found
+
+    def _away(self, c: Candidate) -> list[tuple[int, int]]:
+        """Return the bytes of activations that are offloaded in each stage, and those of a block, at the least.
+
+        Of equal blocks one and two are traced: what blocks share is offloaded once.
+        """
+        keys, bare = self.keys(c.dtype), self._layers(c, bound=True)
+        config, ranks, rows, shape = self._one_copy(c)
+        found: list[int] = []
+        for i, key in enumerate(keys):
+            alike = next((j for j in (i - 1, i) if 0 <= j < len(keys) - 1 and keys[j] == keys[j + 1] == key), None)
+            if alike is None:
+                found.append(0)
+                continue
+            given = bare[alike - 1].output if alike else None
+            sizes = []
+            for n in (1, 2):
+                known = "away", n, shape, key, given
+                sizes.append(self._part(known, config, ranks, rows, layers=(alike, alike + n), given=given).away)
+            found.append(sizes[1] - sizes[0])
+        cuts = [(0, len(keys))] if c.pipeline == 1 else self._bounded(c)[1]
+        return [(sum(found[a:b]), max(found[a:b])) for a, b in cuts]
 
     def time_bound(self, c: Candidate) -> float:
         """Return seconds that no step of a candidate can be below, by traces of its distinct layers.
@@ -290,26 +456,41 @@ class Predictor:
         it grows with every cost: one with costs that are too low is a bound of one with the costs as they are.  Where
         ranks of a pipeline leave their cores to others, only what all compute together is certain.
         """
+        stages = self._floors(c)
+        return self._least(c, stages, [(0.0, 0.0, 0.0)] * len(stages))
+
+    def _least(self, c: Candidate, stages: Sequence[Floor], copies: Sequence[Copies]) -> float:
+        """Return the bound of a candidate's time with what comes and goes in each stage."""
+        rounds = c.microbatches
+        copied = sum(rounds * (go + come) + update for go, come, update in copies) / c.pipeline
         crowd = replace(self.machine, bound=False).crowd(self.node, self.ranks)  # the mean, of unequal ranks
         if c.pipeline > 1 and crowd > 1 and self.machine.overlap.receiving < 1:
-            return self.static_bound(c) * crowd
-        parts = self._layers(c, bound=True)
-        forward = [self.seconds(part, "forward", quick=True) for part in parts]
-        backward = [self.seconds(part, "backward", quick=True) for part in parts]
-        least = max(self.static_bound(c), c.microbatches * (sum(forward) + sum(backward)) / c.pipeline)
+            return self.static_bound(c) * crowd + copied
+        passes = rounds * sum(stage.forward + stage.backward for stage in stages) / c.pipeline
+        least = max(self.static_bound(c), passes) + copied
         if c.pipeline == 1:
             return least
-        spec, config = self._spec(c) if c.microbatches * c.pipeline <= WHOLE else self._short(c)
-        schedule, counts = self._schedule(spec, config)
-        cuts = _cuts(counts)
+        schedule, _ = self._bounded(c)
+        backward = [stage.backward + come for stage, (_, come, _) in zip(stages, copies, strict=True)]
         places = (2,) if self.machine.network is None else (1, 2)
+        messages = [part.message for part in self._layers(c, bound=True)[:-1]]
         costs = Costs(
-            forward=[sum(forward[a:b]) for a, b in cuts], backward=[sum(backward[a:b]) for a, b in cuts],
-            weight=[sum(backward[a:b]) / 2 for a, b in cuts],
-            latency=min(self._send(part.message, local) for part in parts[:-1] for local in places),
+            forward=[stage.forward + go for stage, (go, _, _) in zip(stages, copies, strict=True)],
+            backward=backward, weight=[seconds / 2 for seconds in backward],
+            latency=min(self._send(nbytes, local) for nbytes in messages for local in places),
+            step=[sum(copies[k.stage][2] for k in chunks) for chunks in schedule.chunks],
         )  # fmt: skip
         graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
         return max(least, (1 - 1e-9) * graph.bounds(costs)[0])  # fewer microbatches than there are take no longer
+
+    def _bounded(self, c: Candidate) -> tuple[Schedule, list[tuple[int, int]]]:
+        """Return the schedule of a pipeline, or one of few microbatches of very many, and the layers of its stages."""
+        key = c.pipeline, c.schedule, c.chunks, c.microbatches
+        if key not in self._schedules:
+            spec, config = self._spec(c) if c.microbatches * c.pipeline <= WHOLE else self._short(c)
+            schedule, counts = self._schedule(spec, config)
+            self._schedules[key] = schedule, _cuts(counts)
+        return self._schedules[key]
 
     def _send(self, nbytes: float, local: int) -> float:
         """Return the seconds of a message within a node, `local` being 2, or between nodes."""
@@ -394,23 +575,28 @@ class Predictor:
 
     def _layers(self, c: Candidate, bound: bool) -> list[Part]:
         """Return the parts of all layers of a candidate's model: passes of one copy of it for a bound, else its own."""
-        rows = self.batch // c.data // c.microbatches
-        if bound:
-            c = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
-        elif c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
-            c = replace(c, microbatches=c.pipeline)
-        ranks = c.width if bound else self.ranks
-        config = c.apply(self.config, rows * c.data)
-        keys = self.keys(c.dtype)
-        shape = *_form(c), rows
+        config, ranks, rows, shape = self._one_copy(c) if bound else self._all_copies(c)
         found: list[Part] = []
         given: Between | None = None
-        for i, key in enumerate(keys):
+        for i, key in enumerate(self.keys(c.dtype)):
             known = (shape, key, bound, given)
-            part = self._part(known, config, ranks, rows * c.data, layers=(i, i + 1), given=given, update=not bound)
+            part = self._part(known, config, ranks, rows, layers=(i, i + 1), given=given, update=not bound)
             found.append(part)
             given = part.output
         return found
+
+    def _one_copy(self, c: Candidate) -> tuple[TrainingConfig, int, int, Any]:
+        """Return the configuration of one copy of a candidate's model, its ranks and rows, and what tells it apart."""
+        one = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
+        rows = self.batch // c.data // c.microbatches
+        return one.apply(self.config, rows), one.width, rows, (*_form(one), rows)
+
+    def _all_copies(self, c: Candidate) -> tuple[TrainingConfig, int, int, Any]:
+        """Return the configuration of a candidate for a microbatch, its ranks and rows, and what tells it apart."""
+        rows = self.batch // c.microbatches
+        if c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
+            c = replace(c, microbatches=c.pipeline)
+        return c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows // c.data)
 
     # -------------------------------------------------------------------------------------------- estimates
     def estimate(self, c: Candidate) -> Planned:
@@ -637,34 +823,55 @@ class Predictor:
         return spec.schedule, counts
 
     # -------------------------------------------------------------------------------------------- in full
-    def full(self, c: Candidate) -> Planned:
-        """Return what a candidate takes, by traces of all its layers on every distinct stage."""
-        rows = self.batch // c.data // c.microbatches
-        spec, config = self._spec(c)
-        whole = rows * c.data
+    def held(self, c: Candidate) -> Held:
+        """Return the bytes that a candidate takes, by traces of all its layers on every distinct stage."""
+        spec, parts = self._stages(c)
         if c.pipeline == 1:
-            part = self._offloading(self._whole(c, config, whole), c)
-            run = self._alone_run(part, c.microbatches)
-            seconds = run[0]
+            (part,) = parts
             memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
-            starts = _starts(part.span("forward"), part.span("backward")), _starts(part.span("end"))
-            moved = self._moved([(c.microbatches - 1, starts[0]), (1, starts[1])])
-            away = {p: part.elsewhere[p] + part.elsewhere_kept[p] for p in self.homes}
-            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0, True, **away)
+            host, disk = (part.elsewhere[p] + part.elsewhere_kept[p] for p in ("host", "disk"))
+            return Held(memory, 0, host, disk)
+        schedule = spec.schedule
+        assert schedule is not None
+        figures = [[self._bytes(parts[k.stage]) for k in chunks] for chunks in schedule.chunks]
+        shape = schedule.name, schedule.ranks, schedule.microbatches, c.chunks
+        memory, stage, away = self._fullest(figures, dependencies(*shape).held)
+        return Held(memory, stage, away.get("host", 0), away.get("disk", 0))
+
+    def _stages(self, c: Candidate) -> tuple[MeshSpec, list[Part]]:
+        """Return the mesh of a candidate, and the traces of all its layers, by stage."""
+        rows = self.batch // c.microbatches
+        spec, config = self._spec(c)
+        if c.pipeline == 1:
+            return spec, [self._offloading(self._whole(c, config, rows), c)]
         schedule, counts = self._schedule(spec, config)
         keys = self.keys(c.dtype)
-        stages: list[Stage] = []
         parts: list[Part] = []
         given: Between | None = None
         known: dict[Any, Part] = {}
         for s, (a, b) in enumerate(_cuts(counts)):
             key = (tuple(keys[a:b]), given)
             if key not in known:
-                part = self._whole(c, config, whole, layers=(a, b), given=given, stage=schedule.holder(s))
+                part = self._whole(c, config, rows, layers=(a, b), given=given, stage=schedule.holder(s))
                 known[key] = self._offloading(part, c)
-            parts.append(part := known[key])
-            stages.append(Stage(part.span("forward"), part.span("backward"), None, part.message))
-            given = part.output
+            parts.append(known[key])
+            given = known[key].output
+        return spec, parts
+
+    def full(self, c: Candidate) -> Planned:
+        """Return what a candidate takes, by traces of all its layers on every distinct stage."""
+        spec, parts = self._stages(c)
+        config = c.apply(self.config, self.batch)
+        memory, stage, host, disk, _ = self.held(c)
+        if c.pipeline == 1:
+            (part,) = parts
+            seconds, shares = self._alone_run(part, c.microbatches)
+            starts = _starts(part.span("forward"), part.span("backward")), _starts(part.span("end"))
+            moved = self._moved([(c.microbatches - 1, starts[0]), (1, starts[1])])
+            return self._planned(c, config, seconds, memory, moved, 0.0, shares, 0, True, host, disk)
+        schedule = spec.schedule
+        assert schedule is not None
+        stages = [Stage(part.span("forward"), part.span("backward"), None, part.message) for part in parts]
         ends = [
             (
                 _joined(*(parts[k.stage].span("reduce") for k in held)),
@@ -684,9 +891,6 @@ class Predictor:
             schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends],
             places=spec.places, on_node=self.node, timed=self._timed,
         )  # fmt: skip
-        assert made.simulation is not None
-        figures = [[self._bytes(parts[k.stage]) for k in held] for held in schedule.chunks]
-        memory, stage, away = self._fullest(figures, made.simulation.held)
         passes = c.microbatches // schedule.copies
         busiest = max(
             range(c.pipeline),
@@ -700,7 +904,8 @@ class Predictor:
         sends = passes * sum(parts[k.stage].message for k in schedule.chunks[busiest]) * 2
         apart = any(places[r] // self.node != places[r - 1] // self.node for r in range(1, c.pipeline))
         moved = (moved[0] + sends // 4, moved[1] + sends * apart, moved[2] + sends * (not apart))
-        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage, True, **away)
+        shares = _shares(made)
+        return self._planned(c, config, made.seconds, memory, moved, made.bubble, shares, stage, True, host, disk)
 
     def _alone_run(self, part: Part, microbatches: int) -> tuple[float, dict[str, float]]:
         """Return the seconds of a step without a pipeline, and the shares of its causes: equal microbatches repeat."""

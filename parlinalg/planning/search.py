@@ -6,8 +6,9 @@ Each candidate is judged in up to four steps (`Predictor`):
    machine's best rate.  Bytes at rest are at least the mean of what the ranks hold together.
 2. A bound by parts: the model's distinct layers are traced on one copy of the model, without ZeRO.  A rank runs its
    layers one after the other for each microbatch, so that their times add up to less than the step (`time_bound`).
+   With what the layers hold follows what must be offloaded at least, and how long its copies take (`bounds`).
 3. An estimate by parts, with reductions, updates and the pipeline's simulation.
-4. The trace of all layers of every distinct stage, timed by `timeline` or `pipeline_timeline`: this decides.
+4. The trace of all layers of every distinct stage, timed by `timeline` or `pipeline_timeline` if it fits: this decides.
 
 Candidates are looked at in the order of their bounds.  Where all are within reach the search ends when no bound is
 below the time of the last of the best, so that its answer is that of tracing everything (`TrainingPlan.proven`).
@@ -20,7 +21,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
@@ -29,10 +30,10 @@ from time import perf_counter
 from typing import Any, SupportsIndex, TypeVar
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded, counted, enumerated
-from parlinalg.planning.candidates import Candidate, Frame, Space, given_offload
+from parlinalg.planning.candidates import Candidate, Frame, Space, given_offload, implied, offload_sets
 from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import Machine, load_machine
-from parlinalg.planning.predictor import Planned, Predictor
+from parlinalg.planning.predictor import Held, Planned, Predictor
 from parlinalg.planning.training_plan import AS_FAST, TrainingPlan, why_slower
 from parlinalg.train.config import TrainingConfig, override, parse, read
 from parlinalg.units import format_bytes, parse_bytes
@@ -50,10 +51,9 @@ NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
 MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
-IMPLIED = {"parameters": ("parameters", "gradients")}
-"""The kinds of what is offloaded that take others along."""
 T = TypeVar("T")
 Predict = Callable[[Candidate], Planned]
+Hold = Callable[[Candidate], Held | Planned]
 
 
 def plan_training(
@@ -240,8 +240,8 @@ class _Search:
         self.left: list[tuple[float, Candidate]] = []
         self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
         self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
-        self.least: list[tuple[int, str, Planned]] = []  # what does not fit although it offloads
-        self.no_room: list[tuple[int, str, Planned]] = []  # what would fit, but has no room for what it offloads
+        self.least: list[tuple[int, str, Candidate]] = []  # what was traced and does not fit although it offloads
+        self.no_room: list[tuple[int, str, Held | Planned]] = []  # what would fit, but has no room for what it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.in_full: set[Candidate] = set()  # those traced so, whatever became of them
         self.proven = True
@@ -308,8 +308,15 @@ class _Search:
                 return
             if traced:  # in parts, for its bound
                 self._full(c)
-            elif (found := self._asked(c, self.predictor.time_bound)) is not None:
-                heapq.heappush(heap, (found, 1, n, c))
+            elif (found := self._asked(c, self._bounds)) is not None:
+                seconds, need = found
+                if need > self.memory:
+                    self.too_full.append((need, c, -1))
+                else:
+                    heapq.heappush(heap, (seconds, 1, n, c))
+
+    def _bounds(self, c: Candidate) -> tuple[float, int]:
+        return self.predictor.bounds(c, self.memory)
 
     def _reach(self) -> None:
         """Estimate the likeliest candidates and those near the fastest of them, and trace the first in full.
@@ -407,57 +414,54 @@ class _Search:
             if found is None:
                 return None
             self.estimated[c] = found
-            other = None if self._fits(found) else self._offloaded(c, self.predictor.estimate)
+            other = None if self._fits(found) else self._offloaded(c, *[self.predictor.estimate] * 2)
             if other is not None:
                 self.estimated[other.candidate] = other
             self.offloading[c] = other or found
         return self.offloading[c]
 
-    def _fits(self, p: Planned) -> bool:
+    def _fits(self, p: Held | Planned) -> bool:
         host, disk = self.predictor.machine.host, self.predictor.machine.disk
         beside = (not p.host or (host is not None and p.host <= host.memory)) and (
             not p.disk or (disk is not None and p.disk <= disk.size)
         )
         return p.bytes <= self.memory and beside
 
-    def _offloaded(self, c: Candidate, predict: Predict) -> Planned | None:
+    def _offloaded(self, c: Candidate, hold: Hold, predict: Predict) -> Planned | None:
         """Return the fastest way in which a candidate fits with something in host memory or on a disk.
 
         What comes and goes only adds to its time, the more the farther it goes.  So kinds need not be asked that hold
-        kinds with which it fits, nor farther places where nearer ones have room.  None if none fits; the least that it
-        takes is noted.
+        kinds with which it fits, nor farther places where nearer ones have room.  Only what fits is timed.  None if
+        none fits; the least that it takes is noted.
         """
-        kinds, homes = self.predictor.kinds(c), self.predictor.homes
-        sets = [
-            chosen
-            for n in range(1, len(kinds) + 1)
-            for chosen in itertools.combinations(kinds, n)
-            if not {"parameters", "gradients"} <= {*chosen}
-        ]
-        found: list[Planned] = []
+        homes = self.predictor.homes
+        found: list[tuple[Candidate, Held | Planned]] = []
         enough: list[set[str]] = []
-        for chosen in sorted(sets, key=lambda chosen: len(_implied(chosen))):
-            if any(less <= _implied(chosen) for less in enough):
+        for chosen in offload_sets(self.predictor.kinds(c)):
+            if any(less <= implied(chosen) for less in enough):
                 continue
             near: list[tuple[int, ...]] = []
             for places in sorted(itertools.product(range(len(homes)), repeat=len(chosen)), key=sum):
                 if any(all(p <= q for p, q in zip(less, places, strict=True)) for less in near):
                     continue
                 away = tuple((kind, homes[p]) for kind, p in zip(chosen, places, strict=True))
-                made = self._asked(replace(c, offload=away), predict)
+                other = replace(c, offload=away)
+                made = self._asked(other, hold)
                 if made is None:
                     break
                 if made.bytes > self.memory:  # wherever they are
-                    self.least.append((made.bytes, str(made.candidate), made))
+                    if made.traced:
+                        self.least.append((made.bytes, str(other), other))
                     break
                 if self._fits(made):
-                    found.append(made)
+                    found.append((other, made))
                     near.append(places)
                 else:
-                    self.no_room.append((made.host + made.disk, str(made.candidate), made))
+                    self.no_room.append((made.host + made.disk, str(other), made))
             if near:
-                enough.append(_implied(chosen))
-        return min(found, key=_order, default=None)
+                enough.append(implied(chosen))
+        planned = (made if isinstance(made, Planned) else self._asked(other, predict) for other, made in found)
+        return min((p for p in planned if p is not None), key=_order, default=None)
 
     def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
         """Estimate those that differ in one choice from the fastest of a few frames, until these are all known."""
@@ -540,16 +544,22 @@ class _Search:
         if c in self.in_full:
             return
         self.in_full.add(c)
-        predict = self.predictor.stretched if self.limited and self.predictor.is_long(c) else self.predictor.full
-        found = self._asked(c, predict)
-        if found is None:
+        hold: Hold = self.predictor.held
+        predict: Predict = self.predictor.full
+        if self.limited and self.predictor.is_long(c):
+            hold = predict = self.predictor.stretched
+        held = self._asked(c, hold)
+        if held is None:
             return
-        if not self._fits(found) and not c.offload:
-            found = self._offloaded(c, predict) or found
-        if self._fits(found):
+        found = None
+        if self._fits(held):
+            found = self._asked(c, predict)
+        elif not c.offload:
+            found = self._offloaded(c, hold, predict)
+        if found is not None:
             self.done.append(found)
-        else:
-            self.too_full.append((found.bytes, c, found.stage))
+        elif not self._fits(held):
+            self.too_full.append((held.bytes, c, held.stage))
 
     def _nothing_fits(self) -> str:
         before = self.predictor.events
@@ -566,13 +576,18 @@ class _Search:
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.predictor.ranks} ranks; {count} of them: {why}"
-        part, before = self.limited, self.predictor.events
-        for _, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1])))[:MOST_LEAST]:
-            part = part or self.predictor.events - before > EVENTS
-            if stage < 0 and (self.limited or not part):
-                self._full(c)
-        least = [(need, str(c), c) for need, c, stage in self.too_full if stage >= 0]
-        least += [(need, name, p.candidate) for need, name, p in self.least if p.traced]
+        part, before, tried = self.limited, self.predictor.events, 0
+        for bound, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1]))):
+            if stage >= 0:
+                continue
+            if bound > min(self._needed(), default=(math.inf,))[0]:  # and all that follow
+                break
+            if tried == MOST_LEAST or (not self.limited and self.predictor.events - before > EVENTS):
+                part = True
+                break
+            tried += 1
+            self._full(c)
+        least = self._needed()
         if not least:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.predictor.ranks} ranks; {count} of them: {why}"
@@ -583,6 +598,10 @@ class _Search:
             f"{'they need' if part else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
             f"more ranks or a smaller batch{self._no_room()}"
         )
+
+    def _needed(self) -> list[tuple[int, str, Candidate]]:
+        """Return the bytes that what does not fit takes, by traces in full."""
+        return [*((need, str(c), c) for need, c, stage in self.too_full if stage >= 0), *self.least]
 
     def _no_room(self) -> str:
         """Return what would fit if host memory and disks had more room, as a clause; empty if nothing would."""
@@ -628,7 +647,7 @@ class _Search:
         for name, bounds in slow.items():
             bound, text = min(bounds)
             times = max(1.0, bound / best[0].seconds)
-            found.append((name, len(bounds), f"the passes of its layers alone take {times:.2f}× the time ({text})"))
+            found.append((name, len(bounds), f"its passes and what must be copied take {times:.2f}× the time ({text})"))
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
         by_number = [sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0]))]
         return [*by_number[0][:40], *by_number[1][:20]]
@@ -660,11 +679,6 @@ class _Search:
                 why = "not traced: guessed to be slower than those that were"
             found.append((name, sum(n for _, n in guesses), why))
         return found
-
-
-def _implied(kinds: Iterable[str]) -> set[str]:
-    """Return kinds of what is offloaded with those that they take along."""
-    return {each for kind in kinds for each in IMPLIED.get(kind, (kind,))}
 
 
 def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:

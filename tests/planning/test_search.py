@@ -25,7 +25,7 @@ from parlinalg.optim import Muon
 from parlinalg.pipeline.schedules import discover, make_schedule
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
-from parlinalg.planning.candidates import SCHEDULES, Candidate, Space
+from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
 from parlinalg.planning.parts import Inputs, trace_part
 from parlinalg.planning.predictor import Predictor, dependencies
@@ -810,6 +810,70 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
     given = {**GPT, "model": LARGE, "offload": {"optimizer": "host"}}
     assert Predictor(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
     assert Candidate.from_note(made.candidate.note()) == made.candidate
+
+
+HEAVY = {
+    "name": "llama", "vocab_size": 4096, "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 4096, "recompute": None,
+}  # fmt: skip
+SHORT = {
+    "model": HEAVY, "data": {"name": "text", "sequence_length": 1024}, "parallel": {"tensor": 1, "sequence": 1},
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("memory", ["160MiB", "300MiB"])
+def test_where_memory_is_short_few_are_traced_and_only_what_fits_is_timed(monkeypatch, memory):
+    """What must be offloaded counts in the bounds: a proof traced nearly all candidates before it had the best."""
+    timed = []
+    full = Predictor.full
+    monkeypatch.setattr(Predictor, "full", lambda self, c: timed.append(found := full(self, c)) or found)
+    more = {"ranks": 4, "machine": "h100", "memory": memory, "best": 4, **SHORT}
+    every = plan(exhaustive=True, **more)
+    timed.clear()
+    found = plan(**more)
+    assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in every.best]
+    assert any(p.candidate.offload for p in found.best)
+    assert found.proven
+    assert found.traced < 0.4 * found.candidates
+    assert all(p.bytes <= found.memory for p in timed)
+
+
+FEW = {**LARGE, "num_hidden_layers": 3}
+KEYS = {"name": "llama", "num_key_value_heads": 2, "max_position_embeddings": 64}
+LEAST = [
+    ({}, {"data": 2}),
+    ({}, {"data": 2, "zero": 3, "dtype": "float16"}),
+    ({}, {"sequence": 2, "order": "zigzag"}),
+    ({}, {"pipeline": 2, "schedule": "zb-v", "microbatches": 4}),
+    ({}, {"pipeline": 2, "schedule": "chimera", "microbatches": 4}),
+    ({**KEYS, "recompute": None}, {"pipeline": 2, "schedule": "1f1b", "microbatches": 2, "dtype": "float16"}),
+    (KEYS, {"tensor": {"mode": "2d", "shape": (1, 2)}, "microbatches": 2}),
+    ({"num_local_experts": 2}, {"data": 2, "experts": "data"}),
+]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("model", "form"), LEAST, ids=str)
+def test_bounds_where_memory_is_short_are_below_full_traces(model, form):
+    """Whatever a rank may use, no set of kinds with which a candidate fits is faster than the bound, or smaller."""
+    predictor = _predictor({**FEW, **model}, ranks=2, batch=16, machine="h100")
+    c = replace(_candidate(**form), recompute={**FEW, **model}["recompute"])
+    sets = [(), *offload_sets(predictor.kinds(c))]
+    every = [predictor.full(replace(c, offload=_away(kinds))) for kinds in sets]
+    assert predictor.time_bound(c) == predictor.bounds(c, every[0].bytes)[0] <= every[0].seconds
+    for p in every:
+        assert predictor.held(p.candidate) == (p.memory, p.stage, p.host, p.disk, True)
+        seconds, need = predictor.bounds(c, p.bytes)
+        assert seconds <= min(q.seconds for q in every if q.bytes <= p.bytes)
+        assert need <= p.bytes
+        given = predictor.bounds(p.candidate, p.bytes)  # where the configuration offloads it
+        assert given[0] <= p.seconds
+        assert given[1] <= p.bytes
+    seconds, need = predictor.bounds(c, 1)
+    assert seconds == math.inf
+    assert 1 < need <= min(p.bytes for p in every)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
