@@ -209,18 +209,16 @@ class OffloadedActivations(Closing):
             raise ConfigError("offloaded activations are placed once, for modules that have parameters")
         grid = parameters[0].grid
         comms = worlds(p.grid for p in parameters)
+        number = None if self.path is None else process_number(comms)
         store = self._store = together(
-            comms,
-            lambda: self._open(grid.backend, process_number(comms)),
-            f"making {self.path}",
-            (OffloadError, ConfigError),
+            comms, lambda: self._open(grid.backend, number), f"making {self.path}", (OffloadError, ConfigError)
         )
         self._packer = Packer(store, grid.backend, self.least)
         self._end = weakref.finalize(self, store.close)
         for module in self.modules:
             module.around = self._around
 
-    def _open(self, backend: Backend, number: int) -> Store:
+    def _open(self, backend: Backend, number: int | None) -> Store:
         """Return the store of this process, of that number."""
         if self.path is not None:
             return DiskStore(self.path / f"{self.name}.{number}.extents", self.pending)

@@ -21,6 +21,7 @@ import numpy as np
 
 from parlinalg.backend import Backend
 from parlinalg.backend.numpy import NUMPY
+from parlinalg.backend.shapes import values_needed
 from parlinalg.comm.base import Comm
 from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
@@ -214,7 +215,16 @@ def fail(error: OSError, done: str, path: Path, needed: int) -> NoReturn:
 
 
 def process_number(comms: Sequence[Comm]) -> int:
-    """Return this process's number among all that were started together: files of several grids may share a folder."""
+    """Return this process's number among all that were started together: files of several grids may share a folder.
+
+    Raises
+    ------
+    ValuesNeeded
+        If the ranks are imagined.
+    """
+    if comms[0].imagined:
+        right = "leave it out of what is imagined, or let pla.plan_training count it"
+        raise values_needed("offloading to a disk", right)
     return comms[0].world_ranks[comms[0].rank]
 
 

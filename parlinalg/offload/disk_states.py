@@ -78,18 +78,18 @@ class DiskStates(TiledStates, Closing):
         self.close()
         super().make(entries)
         self._worlds = worlds(e.data.grid for e in entries)
+        number = process_number(self._worlds) if self._worlds else 0  # a stage may have no parameters
         try:
-            together(self._worlds, self._make, f"making {self.path}", (OffloadError,))
+            together(self._worlds, lambda: self._make(number), f"making {self.path}", (OffloadError,))
         except OffloadError:
             self.close()
             raise
 
-    def _make(self) -> None:
+    def _make(self, number: int) -> None:
         if not self.layout.count:
             return
-        rank = process_number(self._worlds)
         backend = self.layout.groups[0].backend
-        path = file_of(self.path, self.name, rank)
+        path = file_of(self.path, self.name, number)
         self.file = TileFile(path, self.layout.count, self.layout.parts, self._label())
         self._stream = Stream(self.file, sum(self.layout.parts), backend, self.buffers)
         self._buffer = (-1, aligned(sum(self.layout.parts), backend))

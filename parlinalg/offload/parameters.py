@@ -147,13 +147,14 @@ class OffloadedParameters(Closing):
         if self.path is None and cpu:
             raise ConfigError("parameters already are in host memory; give path=, a folder on a disk")
         comms = worlds(grids)
+        number = None if self.path is None else process_number(comms)
         nbytes = sum(map(room, sizes)) * (self.values + self.gradients)
 
         def make() -> None:
             if self.path is None:
                 self._home = HostHome(nbytes, grids[0].backend)
             else:
-                self._home = DiskHome(self.path / f"{self.name}.{process_number(comms)}.window", nbytes)
+                self._home = DiskHome(self.path / f"{self.name}.{number}.window", nbytes)
                 self._end = weakref.finalize(self, self._home.close)
 
         together(comms, make, f"making {self.path}", (OffloadError,))

@@ -21,7 +21,7 @@ from typing import SupportsIndex
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.saved import saved
 from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.errors import ConfigError, OffloadError, ValuesNeeded
 from parlinalg.nn import Module
 from parlinalg.offload.activations import OffloadedActivations
 from parlinalg.offload.disk import Closing
@@ -158,7 +158,7 @@ class OffloadPlan:
         topology = getattr(self.model, "topology", None)
         everyone = [] if topology is None else [topology.world]
         try:
-            together(everyone, made.start, "offloading its stages", (ConfigError, OffloadError))
+            together(everyone, made.start, "offloading its stages", (ConfigError, OffloadError, ValuesNeeded))
         except BaseException:
             made.close()
             raise
@@ -180,9 +180,11 @@ class Offload(Closing):
         plan = self.plan
         folder = {kind: plan.path if place == "disk" else None for kind, place in plan.places.items()}
         if kind := next((kind for kind in ("parameters", "gradients") if kind in plan.places), None):
-            self.parameters = OffloadedParameters(folder[kind], values=kind == "parameters")
-            self._stack.callback(self.parameters.close)
-            self.parameters.place(plan.model.parameters())
+            parameters = list(plan.model.parameters())
+            if parameters:  # a stage may have none
+                self.parameters = OffloadedParameters(folder[kind], values=kind == "parameters")
+                self._stack.callback(self.parameters.close)
+                self.parameters.place(parameters)
         if "activations" in plan.places:
             window = max(LEAST_TILE, plan.table.block) if plan.memory is not None else "64MiB"
             blocks = blocks_of(plan.model)

@@ -74,7 +74,7 @@ class ActivationProbe(OffloadedActivations):
         self._probed = ProbeStore()
         self.block = 0
 
-    def _open(self, backend: Backend, number: int) -> Store:
+    def _open(self, backend: Backend, number: int | None) -> Store:
         return self._probed
 
     def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:

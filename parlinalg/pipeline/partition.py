@@ -97,12 +97,13 @@ def _least(before: np.ndarray, stages: int, square: bool, most: float) -> tuple[
     return float(best[0]), tuple(counts)
 
 
-def check_stages(layers: int, stages: int) -> None:
-    """Raise a ConfigError unless each stage can have a layer."""
+def check_stages(layers: int, stages: int, ends: int = 0) -> None:
+    """Raise a ConfigError unless each stage can have a layer; `ends` of the layers are the embedding and the head."""
     if stages > layers:
+        included = " with its embedding and head" * (ends > 0)
         raise ConfigError(
-            f"a pipeline of {stages} stages needs as many layers, but the model has {layers}: use at most {layers} "
-            "stages (pipeline ranks × chunks of the schedule), or a deeper model"
+            f"a pipeline of {stages} stages needs as many layers, but the model has {layers}{included}: use at most "
+            f"{layers} stages (pipeline ranks × chunks of the schedule), or a deeper model"
         )
 
 
@@ -181,6 +182,7 @@ def share_layers(layers: Sequence[Layer], stages: int) -> Counts:
         If there are more stages than layers.
     """
     inner = sum(not layer.end for layer in layers)
+    check_stages(len(layers), stages, len(layers) - inner)
     return (
         with_ends(uniform_partition(inner, stages), layers)
         if inner >= stages
@@ -195,9 +197,14 @@ def layers_per_stage(
     """Return the layers of each stage, the same on all ranks."""
     if not isinstance(partition, str):
         return by_hand(partition, layers, stages)
-    check_stages(len(layers), stages)
+    check_stages(len(layers), stages, sum(layer.end for layer in layers))
     if partition == "uniform":
         return share_layers(layers, stages)
+    if partition == "time" and topology.world.imagined:
+        raise ConfigError(
+            "partition='time' measures the layers, and on imagined ranks they take no time: give 'flops', "
+            "'parameters' or 'uniform', or the list of layers that a real run cuts"
+        )
     if partition == "parameters":
         return balanced_partition(parameters_of(layers), stages)
     sample = sample() if callable(sample) else sample

@@ -149,6 +149,11 @@ class SequenceConfig(Section):
         return self.size or 1
 
     def check(self, where: str) -> None:
+        if self.size is None and self.ulysses > 1:
+            raise ConfigError(
+                f"{where}.ulysses={self.ulysses} is some of the ranks of a sequence, and {where}.size is missing: give "
+                f"size too, as in {where.rpartition('.')[2]}=dict(size={self.ulysses}, ulysses={self.ulysses})"
+            )
         if self.ranks % self.ulysses:
             raise ConfigError(
                 f"{where}.ulysses={self.ulysses} does not divide {where}.size={self.ranks}, the ranks of a sequence: "

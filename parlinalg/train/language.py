@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.backend.blas import gemm_rate, gemm_side
+from parlinalg.comm.together import together
 from parlinalg.datasets import Text, Tokenizer, known_share
 from parlinalg.nn.generate import generate
 from parlinalg.train.config import SampleConfig
@@ -128,17 +129,24 @@ class PretrainedHook(Hook):
             files = files[2:]
         else:
             model.save_pretrained(self.folder)
-        if not world.rank:
-            self.data.tokenizer.save(self.folder)
         lines: list[str] = []
+        sample: str | None = None
         if not trainer.signal and self.sampling.max_new_tokens:
-            lines = self._sample(model, world.rank == 0)
+            sample, lines = self._sample(model)
             files.append("sample.txt")
+
+        def write() -> None:
+            if not world.rank:
+                self.data.tokenizer.save(self.folder)
+                if sample is not None:
+                    (self.folder / "sample.txt").write_text(sample, encoding="utf-8")
+
+        together(world, write, f"writing to {self.folder}")
         self.files = [str(self.folder / name) for name in files]
         return lines
 
-    def _sample(self, model: Any, speaks: bool) -> list[str]:
-        """Write a text; return lines that show it."""
+    def _sample(self, model: Any) -> tuple[str, list[str]]:
+        """Return a text that the model writes, with its prompt, and lines that show it.  Collective."""
         how, prompt = self.sampling, self.sampling.prompt
         written = whole_words(
             continuation(
@@ -147,9 +155,7 @@ class PretrainedHook(Hook):
             )
         )  # fmt: skip
         share, count = known_share(written, self.data.words)
-        if speaks:
-            (self.folder / "sample.txt").write_text(prompt + written, encoding="utf-8")
-        return [
+        return prompt + written, [
             "", "a sample:", f"{prompt}{written}", "",
             f"{share:.0%} of the sample's {count} words of three letters or more occur in the text",
         ]  # fmt: skip

@@ -200,10 +200,15 @@ class RunHook(Hook):
         self.open(engine.world)
         ranks = mesh.where()
         text = opening(mesh, ranks, dict(engine.named_parameters()), self.lines)
+
+        def write() -> None:
+            if not engine.world.rank:
+                write_ranks(self.folder, ranks)
+
+        together(engine.world, write, "writing ranks.json")
         if not engine.world.rank:
             from parlinalg import __version__
 
-            write_ranks(self.folder, ranks)
             tell(f"parlinalg {__version__}\n{text}\n")
         self._counting.close()
         self._counting = ExitStack()

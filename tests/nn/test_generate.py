@@ -53,6 +53,16 @@ def test_the_same_on_every_grid(name, kind, way, wanted, make_grid, world, full)
         assert model.training
 
 
+@pytest.mark.ranks(2, 3)
+def test_experts_on_ranks_without_the_token(make_grid, world):
+    """A step takes one token, and only one of the ranks that cut the sequence has it."""
+    options = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    with alone(world) as grid:
+        want = written(make("llama", SERIAL, grid, **options), "greedy")
+    grid = make_grid({"s": world.size})
+    assert written(make("llama", SERIAL.with_sequence("s"), grid, **options), "greedy") == want
+
+
 @pytest.mark.serial
 def test_rows_positions_cache_and_ends():
     with pla.Grid({"r": 1}) as grid:

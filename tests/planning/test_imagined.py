@@ -346,6 +346,38 @@ def test_states_on_the_host_are_no_memory_of_a_gpu(target):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("kind", ["optimizer", "activations", "parameters"])
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"pipeline": 2}])
+def test_what_goes_to_a_disk_is_not_imagined(kind, parallel, tmp_path):
+    """The error comes before anything is written."""
+    config = {"parallel": parallel, "offload": {kind: "disk", "path": str(tmp_path / "away")}}
+
+    def program(world):
+        with pla.launch(config) as mesh:
+            batch = np.zeros((4, 16), np.int64), np.zeros((4, 16), np.int64)
+            model = nn.GPT(**{**SMALL, "seed": None}, scheme=mesh.scheme, grid=mesh.grid)
+            engine, feed, _, _ = pla.initialize(model, criterion=ops.cross_entropy_sum, train_dataloader=[batch])
+            pla.Trainer(engine).fit(feed, epochs=1)
+
+    with pytest.raises(pla.ValuesNeeded, match=r"offloading to a disk depends on values.*leave it out of what is"):
+        pla.imagine_together(program, 2, what_if=pla.WhatIf())
+    assert not list(tmp_path.rglob("*.*"))
+
+
+@pytest.mark.serial
+def test_layers_are_not_measured_on_imagined_ranks():
+    """Each of them would measure other times, and cut the model elsewhere."""
+
+    def program(world):
+        with pla.launch({"parallel": {"pipeline": {"size": 2, "partition": "time"}}}) as mesh:
+            x = np.zeros((4, 5), np.float32)
+            pla.initialize(nn.MLP((5, 6, 7, 3), mesh.scheme, mesh.grid), train_dataloader=[(x, np.zeros(4, np.int64))])
+
+    with pytest.raises(pla.ConfigError, match=r"partition='time' measures .* on imagined ranks .* give 'flops'"):
+        pla.imagine_together(program, 2, what_if=pla.WhatIf())
+
+
+@pytest.mark.serial
 def test_a_trace_has_the_products_and_the_messages():
     with pla.imagine(8, 3) as world:
         grid = pla.Grid({"r": 4, "c": 2})

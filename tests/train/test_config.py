@@ -116,6 +116,7 @@ WRONG_SHARES = [
     ({"pipeline": {"tensor": [1, 1]}, "tensor": 1}, 2, ("parallel.tensor and parallel.pipeline.tensor", "give one")),
     ({"data": 2, "pipeline": {"tensor": [1, {"mode": "1d", "size": 2}]}}, 3, ("1 × (1 + 2) = 3", "mpiexec -n 6")),
     ({"sequence": {"size": 12, "ulysses": 5}}, 12, ("ulysses=5 does not divide", "size=12", "1, 2, 3, 4, 6 or 12")),
+    ({"sequence": {"ulysses": 2}}, 2, ("ulysses=2", "give size too, as in sequence=dict(size=2, ulysses=2)")),
     ({"sequence": {"size": 2, "order": "zebra"}}, 2, ("parallel.sequence.order", "'striped'", "'zebra'")),
     ({"sequence": 2, "tensor": {"mode": "sequence"}}, 4, ("the short form of parallel.sequence", "alone")),
     ({"sequence": 3}, 4, ("does not divide the 4 ranks", "multiple of 3 ranks")),

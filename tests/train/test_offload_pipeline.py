@@ -108,3 +108,17 @@ def test_gradients_alone_rest_elsewhere(
     with pytest.raises(ConfigError, match="gradients that a reducer shares out"):
         run({**config, "parallel": {"data": 2}, "schedule": None, "zero": 2, "clip_grad_norm": None,
              "offload": {"gradients": where}}, world, backend, tale)  # fmt: skip
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer", "activations"])
+def test_a_stage_without_parameters_offloads_none(
+    kind: str, seven: Path, folder: Path, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage between the two linear layers of a perceptron is its activation."""
+    monkeypatch.setattr(OffloadedParameters, "_large", lambda self, p: True)
+    config: dict[str, Any] = {"data": str(seven), "batch_size": 8, "steps": 2, "parallel": {"pipeline": 3}}
+    config["model"] = {"hidden": (9,)}
+    want = run(config, world, backend, folder)
+    where = "disk" if backend == "numpy" else "host"
+    same(run({**config, "offload": {kind: where}}, world, backend, folder), want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import tempfile
@@ -190,6 +191,26 @@ def test_texts_end_with_a_whole_word() -> None:
         " one",
         "a\n\nb c",
     ]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["ranks.json", "tokenizer.json", "sample.txt"])
+def test_a_disk_that_is_full_at_the_ends_is_an_error_on_all_ranks(
+    name: str, tale: Path, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes these files alone."""
+    plain = Path.write_text
+
+    def write_text(self: Path, *args: Any, **options: Any) -> int:
+        if self.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    more = {"data": {"name": "text", "path": str(tale), "sequence_length": 7}, "sample": {"max_new_tokens": 2}}
+    config = {**BASE, **VARIANTS["llama"], "steps": 1, "checkpoint": False, **more}
+    with pytest.raises(ConfigError, match=f"rank 0, writing .*No space left on device.*{name}"):
+        main(config, folder / "out", comm=world)
 
 
 @pytest.mark.ranks(2)

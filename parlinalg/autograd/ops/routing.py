@@ -206,10 +206,12 @@ class Routing:
         got = grid.backend.empty((sum(sizes),), np.int32)
         grid.comm(q.crossed).all_gather(send, got, sizes)
         if not grid.backend.values:  # others' blocks may have other sizes
-            return [
-                _counted(r, assumed_choices(grid.backend, q.rows(at) * len(r.run), k, experts), experts)[1]
-                for r, at in zip(runs, q.peers, strict=True)
-            ]
+            found = []
+            for r, at in zip(runs, q.peers, strict=True):
+                rows, length = q.rows(at), len(r.run)
+                choices = assumed_choices(grid.backend, rows * length, k, experts).reshape(rows, length, k)
+                found.append(_counted(r, choices, experts)[1])
+            return found
         flat = np.split(grid.backend.to_host(got).astype(np.int64), np.cumsum(sizes)[:-1])
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
@@ -409,11 +411,9 @@ def by_load(tokens: int, k: int, experts: int, load: Sequence[float]) -> np.ndar
 
 
 def _counted(runs: Runs, choices: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for every choice [..., k] the number of its run, rank of choice, sequence and expert, and how many there
-    are of each, [run, choice, sequence, expert]."""
-    k = choices.shape[-1]
-    choices = choices.reshape(-1, len(runs.run), k)
-    batch = len(choices)
+    """Return for every choice [sequence, token, k] the number of its run, rank of choice, sequence and expert, and how
+    many there are of each, [run, choice, sequence, expert]."""
+    batch, _, k = choices.shape
     j, b = np.arange(k)[None, None, :], np.arange(batch)[:, None, None]
     key = ((runs.run[None, :, None] * k + j) * batch + b) * experts + choices
     shape = (len(runs.first), k, batch, experts)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,8 @@ class Writer:
 
     def discard(self) -> None:
         """Forget what was written."""
-        self._file.close()
+        with suppress(OSError):  # closing writes what is buffered, and fails where writing did, as on a full disk
+            self._file.close()
         self._aside.unlink(missing_ok=True)
 
 
