@@ -130,7 +130,7 @@ def generalized_values(a: DistArray, b: DistArray, **subset: Any) -> DistArray:
 
 @contextmanager
 def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
-    """Where L⁻¹ A L⁻ᴴ of finite A and B = L Lᴴ is found to have infinities, raise an error that says why."""
+    """Raise an error that names the cause where L⁻¹ A L⁻ᴴ of finite A and B = L Lᴴ has infinities."""
     try:
         yield
     except ValueError as error:

@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def frame(self) -> Frame:
-        """How the ranks are used."""
+        """Return the ways in which the ranks are used."""
         return Frame(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
 
     @property

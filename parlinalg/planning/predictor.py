@@ -126,7 +126,7 @@ class Rest(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """What a stage takes at the least on a rank, where nothing is offloaded.
+    """Lower bounds of the bytes and seconds that a stage takes on a rank, if nothing is offloaded.
 
     Attributes
     ----------
