@@ -10,6 +10,9 @@ import os
 import select
 import stat
 import sys
+from contextlib import nullcontext
+from io import FileIO
+from pathlib import Path
 from time import monotonic
 from typing import Any, TextIO
 
@@ -115,6 +118,43 @@ def _empty(stream: TextIO) -> None:
 def lost() -> bool:
     """Return True if something could not be written to standard output, though nobody closed it."""
     return bool(_lost)
+
+
+class Lines:
+    """Lines that are added to a log; a log that cannot be written does not end a training.
+
+    What the file does not take is written before the next line.  Standard error reports the first failure.
+
+    Parameters
+    ----------
+    path : Path
+    file : FileIO, optional
+        The open file.  By default it is opened for each line, and made where it is missing.
+
+    Attributes
+    ----------
+    error : OSError or None
+        Why lines are not written; None if all are.
+    """
+
+    def __init__(self, path: Path, file: FileIO | None = None) -> None:
+        self.error: OSError | None = None
+        self._waiting = b""
+        self._path, self._file, self._complained = path, file, False
+
+    def add(self, line: str = "") -> None:
+        """Write what could not be written before, and this line."""
+        self._waiting += line.encode()
+        try:
+            with self._path.open("ab", buffering=0) if self._file is None else nullcontext(self._file) as file:
+                while self._waiting:
+                    self._waiting = self._waiting[file.write(self._waiting) :]
+            self.error = None
+        except OSError as error:
+            self.error = error
+            if not self._complained:
+                self._complained = True
+                complain(f"parlinalg: {self._path} cannot be written ({error}): the training goes on")
 
 
 class Quiet:

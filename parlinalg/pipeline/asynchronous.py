@@ -14,6 +14,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.storage import owners
 from parlinalg.backend.views import address
+from parlinalg.comm.together import together
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError
 from parlinalg.nn.added_losses import term_weights
@@ -174,7 +175,7 @@ class AsynchronousWorker(Worker):
     ) -> None:  # fmt: skip
         check_trainable(model, schedule)
         self.optimizer = optimizer
-        self.stash = WeightStash(optimizer)
+        self.stash = together(model.topology.world, lambda: WeightStash(optimizer), "versions of weights")
         self.update = update or self._update
         super().__init__(model, schedule, reducer)
 

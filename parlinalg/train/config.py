@@ -511,7 +511,10 @@ class TrainingConfig(Section):
     )
     epochs: int = key(10, integer(1), "passes over the training data")
     steps: int | None = key(None, integer(1), "optimizer steps, instead of `epochs`")
-    batch_size: int = key(64, integer(1), "samples per step, over all ranks and microbatches")
+    batch_size: int = key(
+        64, integer(1), "samples per step, over all ranks and microbatches; all that there are where these are fewer, "
+        "and the last step of an epoch takes what is left",
+    )  # fmt: skip
     gradient_accumulation: int = key(
         1, _count, "**with `parlinalg train`: microbatches that each batch of `batch_size` is cut into; with "
         "[`initialize`](engine.md): loader batches per optimizer step** (as in DeepSpeed)",

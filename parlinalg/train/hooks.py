@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parlinalg.comm.streams import tell
+from parlinalg.comm.streams import Lines, tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.train.checkpoint import Checkpoints, better, check_options, removed
@@ -85,11 +85,13 @@ class LogHook(Hook):
     every : int
         Steps from one line to the next.
     to : callable or path
-        What takes the line; of a path, the file that gets the metrics of every such step as a line of JSON.
+        What takes the line; of a path, the file that gets the metrics of every such step as a line of JSON.  Lines that
+        cannot be written, as on a full disk, do not end a training: standard error reports the first one.
     """
 
     def __init__(self, every: int = 1, to: Callable[[str], object] | str | Path = print) -> None:
         self.every, self.to = integer(1)("LogHook: every", every), to
+        self._lines: Lines | None = None
         if not callable(to) and not isinstance(to, str | Path):
             raise ConfigError(f"LogHook: to is a function that takes a line, or the path of a file, not {to!r}")
 
@@ -101,6 +103,7 @@ class LogHook(Hook):
         if not callable(self.to) and trainer.engine.world.rank == 0:
             Path(self.to).parent.mkdir(parents=True, exist_ok=True)
             Path(self.to).open("a").close()
+            self._lines = Lines(Path(self.to))
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
         if trainer.step % self.every == 0:
@@ -117,8 +120,12 @@ class LogHook(Hook):
             self.to(f"epoch {trainer.epoch}, step {trainer.step}: {numbers}")
             return
         known = {name: v if math.isfinite(v) else None for name, v in trainer.metrics.items()}
-        with Path(self.to).open("a") as file:
-            file.write(json.dumps({"step": trainer.step, "epoch": trainer.epoch, **known}) + "\n")
+        if self._lines is not None:
+            self._lines.add(json.dumps({"step": trainer.step, "epoch": trainer.epoch, **known}) + "\n")
+
+    def close(self, trainer: Trainer) -> None:
+        if self._lines is not None:
+            self._lines.add()
 
 
 class CheckpointHook(Hook):

@@ -32,7 +32,7 @@ from parlinalg.train.feed import Feed, grid_of, length_of
 from parlinalg.train.losses import Criterion, Metric
 from parlinalg.train.mesh import DATA, OUTER_AXES, REPLICA, Mesh, resolve
 from parlinalg.train.offload import check_offload, offload
-from parlinalg.train.schedules import BaseSchedule, check_schedule, cut, schedule_of
+from parlinalg.train.schedules import BaseSchedule, check_schedule, cut, order_of, schedule_of, worker_of
 from parlinalg.train.schema import named
 from parlinalg.train.trainer import check_rate
 from parlinalg.train.update import Update
@@ -128,6 +128,9 @@ def initialize(
         model, update_for(config, made_optimizer), criterion or make_criterion(config.criterion), grid, world,
         accumulate=accumulate, schedule=schedule, metrics=metrics, test_criterion=test_criterion,
     )  # fmt: skip
+    order = order_of(engine)
+    if order is not None and order.asynchronous:
+        worker_of(engine, order)  # refuses what it cannot train now, not in the first step
     for feed in (train, test):
         if feed is not None:
             engine.feed(feed)

@@ -7,12 +7,13 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from parlinalg.comm.streams import Quiet, complain
+from parlinalg.comm.streams import Lines, Quiet, complain
 from parlinalg.comm.together import together
 from parlinalg.files import parse_json, read_bytes
 from parlinalg.train.hooks import Hook
@@ -54,20 +55,25 @@ class Progress:
         The metrics so far.
     lost : list of str
         The file's name, once it is closed, if others have removed or replaced it meanwhile.
+    unwritten : str
+        Why lines are missing at the end of the file, once it is closed; empty if none are.
     """
 
     def __init__(self, out: Path, total: int | None, speaks: bool, start: int = 0) -> None:
         self.history: list[dict[str, Any]] = []
         self.lost: list[str] = []
+        self.unwritten = ""
         self._path = out / "metrics.jsonl"
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._lines = Lines(self._path)
         self._bar: Any = None
         self._said = 0.0
         self._shown: dict[str, str] = {}
         self._total = total
         if speaks:
             self.history = up_to(self._path, start) if start else []
-            self._file = self._path.open("a" if start else "w")
+            self._file = self._path.open("ab" if start else "wb", buffering=0)
+            self._lines = Lines(self._path, self._file)
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -81,8 +87,7 @@ class Progress:
             return
         self.history.append(metrics)
         known = {name: v if math.isfinite(v) else None for name, v in metrics.items()}  # JSON has no infinity
-        self._file.write(json.dumps(known, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.add(json.dumps(known, allow_nan=False) + "\n")
         shown = self._shown  # what is not measured at every step stays in sight
         shown |= {head: format(metrics[name], form) for name, (head, form) in SHOWN.items() if name in metrics}
         if self._bar is not None:
@@ -106,9 +111,14 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         if self._file is not None and not self._file.closed:
-            if os.fstat(self._file.fileno()).st_nlink == 0 or not self._path.exists():
-                self.lost.append(self._path.name)
-            self._file.close()
+            self._lines.add()
+            try:
+                if os.fstat(self._file.fileno()).st_nlink == 0 or not self._path.exists():
+                    self.lost.append(self._path.name)
+                self._file.close()
+            except OSError as error:  # as of a server that has no space for what it took
+                self._lines.error = error
+            self.unwritten = str(self._lines.error or "")
 
 
 class ProgressHook(Hook):
@@ -135,6 +145,8 @@ class ProgressHook(Hook):
         The metrics of all steps, on rank 0.
     no_picture : str
         Why there is no picture, if one was asked for and there is none.
+    unwritten : str
+        At the end: why lines are missing in `metrics.jsonl`, as of a full disk, which does not end a training.
     """
 
     def __init__(
@@ -143,7 +155,7 @@ class ProgressHook(Hook):
     ) -> None:  # fmt: skip
         self.folder, self.columns, self.curves, self.title = Path(folder), columns, curves, title
         self.history: list[dict[str, Any]] = []
-        self.no_picture = ""
+        self.no_picture = self.unwritten = ""
         self._progress: Progress | None = None
         self._shown = -1
         self.files = [str(self.folder / "metrics.jsonl")]
@@ -187,6 +199,7 @@ class ProgressHook(Hook):
         self.close(trainer)
         if self._progress is not None:
             self.lost = [str(self.folder / name) for name in self._progress.lost]
+            self.unwritten = self._progress.unwritten
 
     def finish(self, trainer: Trainer) -> list[str]:
         if self.curves is not None:

@@ -123,9 +123,10 @@ def recipe(config: TrainingConfig, mesh: Mesh, out: Path | None = None) -> Recip
     return language_model(config, mesh, data, out) if isinstance(data, Text) else classifier(config, mesh, data)
 
 
-def _rows(config: TrainingConfig, mesh: Mesh) -> int:
-    """Return the most rows of a microbatch, on all data parallel ranks together."""
-    return -(-config.batch_size // config.microbatches(mesh.topology.size))
+def _rows(config: TrainingConfig, mesh: Mesh, samples: int | None = None) -> int:
+    """Return the most rows of a microbatch, on all data parallel ranks together, where there are so many samples."""
+    batch = config.batch_size if samples is None else min(config.batch_size, samples)
+    return -(-batch // config.microbatches(mesh.topology.size))
 
 
 # ---------------------------------------------------------------------------------------------- samples in classes
@@ -136,7 +137,7 @@ def classifier(config: TrainingConfig, mesh: Mesh, data: Samples) -> Recipe:
     dtype, grid = dtype_named(config.model_dtype), mesh.grid
     model = declared_classifier(config, mesh, data.features, data.classes)
     x_layout, y_layout = model.input_layout(), Layout(model.output_layout().dims[0])
-    shape = (_rows(config, mesh), data.features)
+    shape = (_rows(config, mesh, len(data.x)), data.features)
     most = max(config.batch_size, TEST_BATCH * config.microbatches(mesh.topology.size))
     loader = partial(Loader, grid=grid, x_layout=x_layout, y_layout=y_layout, dtype=dtype)
     return Recipe(

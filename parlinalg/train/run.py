@@ -16,6 +16,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.comm import Book, Comm, ledger, open_comm
 from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
+from parlinalg.datasets import Loader
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.schemes import table_of_schemes
 from parlinalg.train.choices import make_scheduler
@@ -142,11 +143,19 @@ def lines_of(mesh: Mesh, made: Recipe, trainer: Trainer, steps: int) -> dict[str
     return {
         **made.lines,
         "model": f"{config.model}, {config.model_dtype}",
-        "training": f"{steps} steps of {config.batch_size} samples{split}, {config.optimizer}, {config.lr_schedule}",
+        "training": f"{steps} steps of {_samples(made.train)}{split}, {config.optimizer}, {config.lr_schedule}",
         **memory_lines(mesh, trainer.engine),
         "checkpoints": config.checkpoint,
         **made.measure(),
     }
+
+
+def _samples(loader: Any) -> str:
+    """Return a text that says how many samples the steps of a recipe's loader have."""
+    batch, all_ = loader.batch_size, len(loader.sampler) if isinstance(loader, Loader) else 0  # windows never run out
+    if 0 < all_ < batch:
+        return f"{all_} samples, all that there are to train on (batch_size={batch} is more)"
+    return f"{batch} samples" + f" (the last of an epoch: {all_ % batch})" * (all_ % batch > 0)
 
 
 class RunHook(Hook):
@@ -155,7 +164,7 @@ class RunHook(Hook):
     The folder is locked: another training that is to write to it is refused.  `ranks.json` in it has the process of
     every rank.  At the end the hook reports the time, the lines of other hooks (`Hook.finish`), the communication of
     rank 0, and the files that were written; it restores what is offloaded, and raises an error if files were removed
-    meanwhile.
+    meanwhile, or lack lines.
     It is the first in the list of hooks.
 
     Parameters
@@ -228,22 +237,27 @@ class RunHook(Hook):
         lost = [name for hook in reversed(trainer.hooks) for name in hook.lost]
         names = [name for hook in trainer.hooks for name in hook.files]
         there = [name for name in names if name not in lost and Path(name).exists()]
+        progress = [hook for hook in trainer.hooks if isinstance(hook, ProgressHook)]
+        unwritten = next((hook.unwritten for hook in progress if hook.unwritten), "")
 
         def look() -> None:
-            """Raise an error that names the files which are gone."""
+            """Raise an error that names the files which are gone, or lack lines."""
             gone = [self._named(name) for name in (*lost, *(n for n in names if n not in lost and n not in there))]
             if not world.rank and gone:
                 raise ConfigError(
                     f"{self.folder} was removed or changed while the training ran: {', '.join(gone)} "
                     f"{'are' if len(gone) > 1 else 'is'} gone"
                 )
+            if unwritten:
+                raise ConfigError(
+                    f"the training has ended, and lines of {self.folder / 'metrics.jsonl'} are missing: {unwritten}"
+                )
 
         if not world.rank:
             for line in (*self._conclusion(trainer, seconds), *lines):
                 tell(line)
             tell(f"\ncommunication of rank 0, what it received:\n{self._book}\n")
-            drawn = [hook.no_picture for hook in trainer.hooks if isinstance(hook, ProgressHook) and hook.no_picture]
-            remarks = "".join(f"; no picture: {why}" for why in drawn)
+            remarks = "".join(f"; no picture: {hook.no_picture}" for hook in progress if hook.no_picture)
             tell(f"written to {self.folder}: {', '.join(map(self._named, there))}{remarks}")
         together(world, look, "looking for what was written")
 

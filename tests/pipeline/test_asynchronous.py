@@ -221,6 +221,31 @@ def test_what_is_refused(world, backend):
             p.storage.gatherer = SimpleNamespace()
         with pytest.raises(pla.ConfigError, match="is fetched ahead of their use; use zero stage 0, 1 or 2"):
             AsynchronousWorker(fetched, make_schedule("pipedream", 2, 4), optim.SGD(fetched.parameters(), 0.1))
+        layers = nn.Sequential(nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64"), nn.Tanh())
+        bare = split(layers, mesh.topology, make_schedule("pipedream", 2, 4), [1, 1]).initialize(0)
+        for p in bare.parameters():
+            p.storage.gatherer = SimpleNamespace()
+        optimizer: Any = SimpleNamespace(parameters=list(bare.parameters()))
+        with pytest.raises(pla.ConfigError, match=r"rank 0, versions of weights: .*'0\.weight' is fetched ahead"):
+            AsynchronousWorker(bare, make_schedule("pipedream", 2, 4), optimizer)  # the other stage has no weights
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("more", "right"),
+    [
+        ({"zero": 3}, "is fetched ahead of their use; use zero stage 0, 1 or 2"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm with the schedule 'pipedream'"),
+        ({"skip_nonfinite": True}, "skip_nonfinite with the schedule 'pipedream'"),
+        ({"precision": "fp16"}, "a loss scale .* with the schedule 'pipedream'"),
+    ],
+)
+def test_what_is_refused_before_the_first_step(more, right, world, backend):
+    parallel = {"pipeline": 2, "data": 2}
+    with launch({"parallel": parallel, "schedule": "pipedream", **more}, world, backend) as mesh:
+        model = nn.MLP((5, 4, 3), mesh.scheme, mesh.grid, dtype=mesh.config.model_dtype)
+        with pytest.raises(pla.ConfigError, match=right):
+            pla.initialize(model)
 
 
 @pytest.mark.ranks(2, 4)

@@ -104,6 +104,26 @@ def test_hooks_that_come_with_it(world: Any, backend: str, folder: Path) -> None
 
 
 @pytest.mark.ranks(1, 2)
+def test_a_log_that_cannot_be_written_does_not_end_a_training(
+    world: Any, backend: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder is away for two steps; their lines follow."""
+    log = folder / "logs" / "log.jsonl"
+
+    class Moves(pla.Hook):
+        def before_train_iter(self, trainer: Any) -> None:
+            if world.rank == 0 and trainer.step in (1, 3):
+                there, to = (log.parent, folder / "away")[:: 1 if trainer.step == 1 else -1]
+                there.rename(to)
+
+    with pla.launch(settings(), world, backend) as mesh:
+        trainer(mesh, Moves(), pla.LogHook(to=log)).fit(pairs(5), epochs=1)
+    world.barrier()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert capfd.readouterr().err.count("log.jsonl cannot be written ([Errno 2]") == (world.rank == 0)
+
+
+@pytest.mark.ranks(1, 2)
 def test_early_stop(world: Any, backend: str) -> None:
     with pla.launch(settings(), world, backend) as mesh:
         stop = pla.EarlyStopHook(patience=2)

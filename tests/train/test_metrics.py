@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 
 from parlinalg import distribute
 from parlinalg.comm import SingleComm
+from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
 from parlinalg.train import accuracy, launch
 from parlinalg.train.progress import plot
+from parlinalg.train.recipes import recipe
 from tests.conftest import SIZE
 from tests.train.trainings import Training, batches, in_update, main
 
@@ -65,6 +68,70 @@ def test_metrics_are_written_line_by_line(
     last = found[-1]
     line = f"step 2 of 2: loss {last['loss']:.4f}, accuracy {last['accuracy']:.3f}, samples/s "
     assert ("2/2" if with_bar else f"{line}{last['samples_per_s']:.0f}") in shown
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_full_disk_does_not_end_a_training(
+    for_good: bool, seven: Path, folder: Path, world: Any, backend: str, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Lines wait until there is space.  Where there is none to the end, all ranks report that then."""
+    kept: list[int] = []
+
+    def move(to: Callable[[int], int]) -> None:
+        """Have the file's descriptor be another file's."""
+        file = str((folder / "metrics.jsonl").resolve())
+        numbers = [int(n) for n in os.listdir("/proc/self/fd") if n not in map(str, kept)]
+        (mine,) = kept or [n for n in numbers if os.path.realpath(f"/proc/self/fd/{n}") == file]
+        there = to(mine)
+        os.dup2(there, mine)
+        os.close(there)
+
+    def fill(mine: int) -> int:
+        nonlocal saved
+        kept.append(mine)
+        saved = os.dup(mine)
+        return os.open("/dev/full", os.O_WRONLY)
+
+    saved = -1
+    in_update(monkeypatch, 2, lambda: None if world.rank else move(fill))
+    in_update(monkeypatch, 4, lambda: None if world.rank or for_good else move(lambda mine: saved))
+    settings = {**SETTINGS, "steps": 5, "data": str(seven), "backend": backend}
+    if for_good:
+        with pytest.raises(ConfigError, match=r"has ended, and lines of .*metrics.jsonl are missing: .*No space left"):
+            main(settings, folder, comm=world)
+    else:
+        assert main(settings, folder, comm=world) == 0
+    world.barrier()
+    assert [m["step"] for m in told(folder)] == ([1] if for_good else [1, 2, 3, 4, 5])
+    warned = capfd.readouterr().err.count("metrics.jsonl cannot be written ([Errno 28] No space left on device)")
+    assert warned == (world.rank == 0)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (500, "3 steps of 160 samples, all that there are to train on (batch_size=500 is more) in 4 microbatches"),
+        (47, "3 steps of 47 samples (the last of an epoch: 19) in 4 microbatches"),
+        (80, "3 steps of 80 samples in 4 microbatches"),
+    ],
+)
+def test_the_samples_of_a_step_are_those_that_there_are(
+    batch: int, text: str, seven: Path, folder: Path, world: Any, backend: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        **SETTINGS, "data": str(seven), "backend": backend, "batch_size": batch, "steps": 3, "gradient_accumulation": 4,
+    }  # fmt: skip
+    assert main(settings, folder, comm=world) == 0
+    assert (f"training    {text}, adamw" in capfd.readouterr().out) == (world.rank == 0)
+    with launch(settings, world) as mesh:
+        sample = recipe(mesh.config, mesh).sample
+        assert sample is not None
+        assert sample().shape[0] == -(-min(batch, 160) // 4), "by which memory is estimated"
 
 
 @pytest.mark.serial
