@@ -422,6 +422,18 @@ def test_systems_of_the_whole_range(grid, size, dtype):
                 np.testing.assert_allclose(found.xnorm, power(np.linalg.norm(right, axis=0), of_x), 1e-2, 1e-320)
 
 
+@pytest.mark.parametrize("exponent", [-900, -600, 600, 900])
+def test_preconditioners_of_the_whole_range(grid, exponent):
+    """Products with what M gives may overflow before M is scaled, without a warning."""
+    n = 12
+    a, b = definite(n)[0], random(n, 2, seed=2)
+    A, B, M = placed(grid, a, 1), placed(grid, b, 2), placed(grid, power(np.diag(1 / np.diag(a)), exponent), 1)
+    for method, options in ((cg, {}), (cg, {"pipelined": True}), (minres, {}), (gmres, {})):
+        x, info = method(A, B, rtol=1e-10, M=M, **options)
+        assert info == 0
+        close(x, np.linalg.solve(a, b), 1e-7)
+
+
 @pytest.mark.parametrize("size", [-1000, -700, 0, 700, 1000])
 def test_absolute_tolerances_are_in_the_users_units(grid, size):
     a, b = definite(20)[0], random(20, seed=2)
