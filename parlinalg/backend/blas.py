@@ -135,9 +135,8 @@ SETTERS = (
 @cache
 def _in_openblas(symbol: str, package: str = "numpy") -> Any:
     """Return a function of the OpenBLAS inside NumPy's wheel, or SciPy's; None where there is none, or not this one."""
-    name, folder = package.partition(".")[0], Path(sys.modules[package].__file__ or "").parent
-    while folder.name != name:
-        folder = folder.parent
+    name = package.partition(".")[0]
+    folder = Path(sys.modules[name].__file__ or "").parent
     folders = [folder.parent / f"{name}.libs", folder / ".dylibs"]
     for path in (file for folder in folders if folder.is_dir() for file in folder.glob("*openblas*")):
         library = ctypes.CDLL(str(path))  # the one already loaded: the path is the same
@@ -240,11 +239,11 @@ def added(y: Any, x: Any, w: Any, scale: float = 1) -> bool:
     if isinstance(y, ShapeArray):
         y.device.product(1, y.shape[0], y.shape[1], x.shape[1], y.dtype)
         return True
-    gemm = _cblas("gemm", y.dtype)
     (turn, ld), (turn_x, ld_x), (turn_w, ld_w) = _lying(y), _lying(x), _lying(w)
+    (m, n), k = y.shape, x.shape[1]
+    gemm = _cblas("gemm", y.dtype, m, n, k, ld, ld_x, ld_w)
     if gemm is None or turn != AS_IT_IS or not (turn_x and turn_w):
         return False
-    (m, n), k = y.shape, x.shape[1]
     sizes = map(ctypes.c_int64, (m, n, k))
     gemm(
         ROWS, turn_x, turn_w, *sizes, _number(y.dtype, scale), _address(x), ctypes.c_int64(ld_x), _address(w),
@@ -260,8 +259,8 @@ def added_square(y: np.ndarray, x: np.ndarray, scale: float = 1) -> bool:
     """
     if not y.size or not x.size or not _in_blas(y) or y.dtype != x.dtype:
         return False
-    kind = y.dtype.kind
-    rank_k, (turn, ld), (turn_x, ld_x) = _cblas("herk" if kind == "c" else "syrk", y.dtype), _lying(y), _lying(x)
+    (turn, ld), (turn_x, ld_x) = _lying(y), _lying(x)
+    rank_k = _cblas("herk" if y.dtype.kind == "c" else "syrk", y.dtype, *x.shape, ld, ld_x)
     if rank_k is None or turn != AS_IT_IS or turn_x != AS_IT_IS:
         return False
     real = np.finfo(y.dtype).dtype
@@ -301,7 +300,8 @@ def _by_triangle(
 ) -> bool:  # fmt: skip
     if not (t.size and b.size) or not _in_blas(b) or t.dtype != b.dtype:
         return False
-    function, (turn, ld), (turn_t, ld_t) = _cblas(name, b.dtype), _lying(b), _lying(t)
+    (turn, ld), (turn_t, ld_t) = _lying(b), _lying(t)
+    function = _cblas(name, b.dtype, *b.shape, ld, ld_t)
     if function is None or turn != AS_IT_IS or not turn_t:
         return False
     if turn_t == TURNED:  # what lies there is its transpose
@@ -453,16 +453,17 @@ def _address(array: np.ndarray) -> ctypes.c_void_p:
 _LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
 
 
-def _cblas(name: str, dtype: np.dtype[Any]) -> Any:
+def _cblas(name: str, dtype: np.dtype[Any], *sizes: int) -> Any:
     """Return a function that takes what CBLAS takes, with integers of 64 bits, of matrices in rows; None for none.
 
     It is CBLAS's in NumPy's wheel, or made of SciPy's BLAS where NumPy was built otherwise.  Triangles are SciPy's in
     any case, but for several threads, which would wait for work in both: up to 256 rows its older OpenBLAS (0.3.30)
-    solves 1.1 to 1.5 times as fast as the one of NumPy 2.4 (0.3.31).
+    solves 1.1 to 1.5 times as fast as the one of NumPy 2.4 (0.3.31).  SciPy's takes no `sizes` beyond its integers.
     """
-    letter = _LETTERS[dtype.char]
-    found = None if name == "trsm" and blas_threads() == 1 else _in_openblas(f"scipy_cblas_{letter}{name}64_")
-    return found or _of_scipy(name, letter)
+    letter, small = _LETTERS[dtype.char], max(sizes, default=0) <= LARGEST
+    in_wheel = not (name == "trsm" and small and blas_threads() == 1)
+    found = _in_openblas(f"scipy_cblas_{letter}{name}64_") if in_wheel else None
+    return found or (_of_scipy(name, letter) if small or scipy_integer().itemsize == 8 else None)
 
 
 ARGUMENTS = {
@@ -484,11 +485,11 @@ def _of_scipy(name: str, letter: str) -> Any:
     """Return what `_cblas` does, made of SciPy's BLAS, which is Fortran's; None where it cannot be."""
     if name not in ARGUMENTS or (name == "symv" and letter not in "sd"):
         return None
-    order = ARGUMENTS[name]
+    order, integer = ARGUMENTS[name], ctypes.c_int64 if scipy_integer().itemsize == 8 else ctypes.c_int
     function = of_scipy("cython_blas", letter + name, len(order))
 
     def run(rows: int, *given: Any) -> None:
-        named = [_to_fortran(each) for each in given]
+        named = [_to_fortran(each, integer) for each in given]
         if name in SQUARED:
             named[1] = SQUARED[name]
         function(*[named[k] for k in order])
@@ -496,28 +497,46 @@ def _of_scipy(name: str, letter: str) -> Any:
     return run
 
 
-def _to_fortran(argument: Any) -> Any:
-    """Return an argument of CBLAS as Fortran takes it: by its address, integers with 32 bits."""
+def _to_fortran(argument: Any, integer: Any) -> Any:
+    """Return an argument of CBLAS as Fortran takes it: by its address, sizes as integers of SciPy's BLAS."""
     if isinstance(argument, int):
         return IN_FORTRAN[argument]
     if isinstance(argument, ctypes.c_int64):
-        if argument.value > LARGEST:
-            raise OverflowError(f"SciPy's BLAS counts up to {LARGEST}, not to {argument.value}")
-        return ctypes.byref(ctypes.c_int(argument.value))
+        return ctypes.byref(integer(argument.value))
     return argument if isinstance(argument, ctypes.c_void_p) else ctypes.byref(argument)
 
 
 LARGEST = 2**31 - 1
+"""The largest integer of 32 bits."""
 
 
 @cache
 def of_scipy(module: str, name: str, arguments: int) -> Any:
-    """Return a function of `cython_blas` or `cython_lapack`, where SciPy has them for Cython; it takes addresses."""
+    """Return a function of `cython_blas` or `cython_lapack`, where SciPy has them for Cython.
+
+    It takes addresses; what lies there as an integer is one of `scipy_integer`.
+    """
     capsule = getattr(scipy_linalg(), module).__pyx_capi__[name]
-    label, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
-    label.restype, label.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(pointer(capsule, label(capsule)))
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(pointer(capsule, _declaration(capsule)))
+
+
+def _declaration(capsule: Any) -> bytes:
+    """Return the declaration in C of a function that Cython shares, such as `void (int *, int *)`."""
+    label = ctypes.pythonapi.PyCapsule_GetName
+    label.restype, label.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    return bytes(label(capsule))
+
+
+@cache
+def scipy_integer() -> np.dtype[Any]:
+    """Return the dtype of integers, and of Fortran's logical values, in `cython_blas` and `cython_lapack`.
+
+    They have 64 bits where SciPy, from 1.18 on, was built so ("ILP64"): the declarations say `int64_t`, not `int`.
+    """
+    declared = _declaration(scipy_linalg().cython_lapack.__pyx_capi__["dgetrf"])
+    return np.dtype(np.intc if b"(int *" in declared else np.int64)
 
 
 @cache

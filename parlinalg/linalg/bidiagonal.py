@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from parlinalg.backend import memory, shape_solver
+from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
@@ -136,9 +136,10 @@ def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     values, off = d.copy(), np.concatenate([e, np.zeros(1, e.dtype)])
     if not n:
         return values
-    work, steps, unused = np.zeros(8 * n, d.dtype), np.zeros(8 * n, np.intc), np.zeros(1, d.dtype)
+    integer = blas.scipy_integer()
+    work, steps, unused = np.zeros(8 * n, d.dtype), np.zeros(8 * n, integer), np.zeros(1, d.dtype)
     failed = kernels.call(
-        "bdsdc", d.dtype, "U", "N", n, values, off, unused, 1, unused, 1, unused, np.zeros(1, np.intc), work, steps
+        "bdsdc", d.dtype, "U", "N", n, values, off, unused, 1, unused, 1, unused, np.zeros(1, integer), work, steps
     )
     if failed:
         raise np.linalg.LinAlgError("SVD did not converge")

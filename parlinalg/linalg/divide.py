@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, memory, namespace, shape_solver
+from parlinalg.backend import backend_of, blas, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
@@ -85,7 +85,7 @@ def _leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, choose: Callable[[np.n
         values, z, info = d.copy(), np.ones((len(d), len(d)), d.dtype), 0
     else:
         n, values, z = len(d), d.copy(), np.empty((len(d), len(d)), d.dtype, order="F")
-        work, more = np.empty(1 + 4 * n + n * n, d.dtype), np.empty(3 + 5 * n, np.intc)
+        work, more = np.empty(1 + 4 * n + n * n, d.dtype), np.empty(3 + 5 * n, blas.scipy_integer())
         info = kernels.call(  # by Cython's: SciPy has it for Python since 1.16
             "stevd", d.dtype, "V", n, values, e.copy(), z, n, work, len(work), more, len(more)
         )
@@ -246,7 +246,7 @@ def _roots(
         found = _shared(lent, shape_solver.secular_roots(d, len(mine)), k)
         return found[:, 0], found[:, 1], found[:, 2]
     found = np.empty((len(mine), 3), d.dtype)
-    delta, root, number = np.empty(k, d.dtype), np.empty(1, d.dtype), np.empty(1, np.intc)
+    delta, root, number = np.empty(k, d.dtype), np.empty(1, d.dtype), np.zeros(1, blas.scipy_integer())
     given = (k, number, d, z, delta, np.array([rho], d.dtype), root)
     more, name = ((np.empty(k, d.dtype),), "lasd4") if squares else ((), "laed4")
     solve, size = kernels.bound(name, d.dtype, *given, *more), np.empty_like(delta)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray
-from parlinalg.backend import shape_solver
+from parlinalg.backend import blas, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -125,11 +125,11 @@ def triangular_vectors(t: np.ndarray) -> np.ndarray:
     n = len(t)
     x = np.zeros((n, n), t.dtype, order="F")
     more = [np.zeros(n, t.real.dtype)] if t.dtype.kind == "c" else []
-    unused, found = np.zeros(1, t.dtype), np.zeros(1, np.intc)
+    unused, found = np.zeros(1, t.dtype), np.zeros(1, blas.scipy_integer())
     if not n:
         return x
     kernels.call(
-        "trevc", t.dtype, "R", "A", np.zeros(n, np.intc), n, t, n, unused, 1, x, n, n, found,
+        "trevc", t.dtype, "R", "A", np.zeros(n, found.dtype), n, t, n, unused, 1, x, n, n, found,
         np.zeros(3 * n, t.dtype), *more,
     )  # fmt: skip
     return x

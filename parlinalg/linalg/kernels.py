@@ -105,11 +105,12 @@ def bound(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> Cal
     """Return the call of a function of LAPACK that SciPy has for Cython alone, which returns its last argument, `info`.
 
     All arguments but `info` are given: strings and ints, and arrays, which are changed in place and read anew by every
-    call.  Matrices are in Fortran's order.
+    call; those of integers have the dtype `blas.scipy_integer()`.  Matrices are in Fortran's order.
     """
+    integer = blas.scipy_integer()
     held = [
-        np.frombuffer(a.encode(), np.uint8) if isinstance(a, str) else np.array(a, np.intc) if isinstance(a, int) else a
-        for a in (*args, np.zeros(1, np.intc))
+        np.frombuffer(a.encode(), np.uint8) if isinstance(a, str) else np.array(a, integer) if isinstance(a, int) else a
+        for a in (*args, np.zeros(1, integer))
     ]
     function = blas.of_scipy("cython_lapack", LETTERS[dtype.char] + name, len(held))
     pointers = [a.ctypes.data for a in held]

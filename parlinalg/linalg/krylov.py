@@ -609,15 +609,16 @@ def cg(
     s = _System("cg", A, b, x0, M, rtol, atol, maxiter)
     r, x, vectors = s.r, s.x, s.vectors
     systems, plus = vectors.systems, vectors.plus
-    u = s.preconditioned(r)
-    w = s.times(u)
+    with np.errstate(over="ignore", invalid="ignore"):  # until A and M are in range
+        u = s.preconditioned(r)
+        w = s.times(u)
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
     active, most = np.ones(systems, bool), s.most()
     for step in range(most + 1):
-        summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
-        if pipelined:
-            with np.errstate(over="ignore", invalid="ignore"):  # until A is in range
+        with np.errstate(over="ignore", invalid="ignore"):
+            summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
+            if pipelined:
                 m = s.preconditioned(w)
                 n = s.times(m)
         before, (gamma, delta, rr) = gamma, summing().real

@@ -342,8 +342,8 @@ class Predictor:
         return Rest(share(3), share(2), every if self.config.optimizer.name in HOME else share(1))
 
     def _left(self, c: Candidate, rest: Rest, kinds: Collection[str]) -> Rest:
-        """Return what is left at rest where kinds are offloaded."""
-        gone = self.settles(c) and not {"parameters", "gradients"}.isdisjoint(kinds)
+        """Return what is left at rest where kinds are offloaded, at the least."""
+        gone = (self.settles(c) or c.data == 1) and not {"parameters", "gradients"}.isdisjoint(kinds)
         return Rest(
             0 if "parameters" in kinds else rest.weights, 0 if gone else rest.gradients,
             0 if "optimizer" in kinds else rest.states,
@@ -411,12 +411,12 @@ class Predictor:
             rest = alone  # layers of one stage may share parameters
             if c.pipeline > 1:
                 rest = Rest(*(sum(getattr(part, name) for part in every[a:b]) for name in Rest._fields))
-            own, last = parts[a:b], parts[b - 1]
+            own, last = parts[a:b], parts[b - 1]  # before its backward pass no gradient of the stage has its memory yet
             found.append(
                 Floor(
                     Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
                     sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
-                    max(0, int(last.transient - ratio * last.weights)),  # its new gradients are at rest
+                    max(0, int(last.transient - ratio * sum(part.weights for part in own))),
                     max(part.largest for part in every[a:b]) // share.weights,
                     sum(self.seconds(part, "forward", quick=True) for part in own),
                     sum(self.seconds(part, "backward", quick=True) for part in own),

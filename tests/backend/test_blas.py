@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import subprocess
@@ -11,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+import parlinalg as pla
 from parlinalg.backend import blas, compiled
 
 pytestmark = pytest.mark.serial
@@ -61,13 +63,13 @@ from parlinalg.backend import blas
 without, sys.modules["threadpoolctl"] = {without}, None if {without} else threadpoolctl
 blas.cores = lambda: set(range(4))
 assert "scipy" not in sys.modules
-blas.set_blas_threads(2)
+blas.set_blas_threads(4)  # to one thread: two may be all that the machine has, which a library takes in any case
 blas.scipy_linalg()
 found = [library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
-assert set(found) == {{2}}, found
-blas.set_blas_threads(4)
-found = [library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
 assert set(found) == {{1}}, found
+blas.set_blas_threads(2)
+found = [library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+assert set(found) == {{2}}, found
 """
 
 
@@ -194,6 +196,79 @@ def test_triangles_are_solved_in_place(dtype, threads, monkeypatch):
             np.testing.assert_array_equal(around, want)  # what is around it stays
         else:  # the conjugate of what lies there turned
             assert (adjoint, order, np.dtype(dtype).kind) == (True, "F", "c")
+
+
+@pytest.mark.parametrize("letter", [b"int", b"int64_t"])
+def test_integers_are_those_that_scipy_declares(letter, monkeypatch):
+    monkeypatch.setattr(blas, "_declaration", lambda capsule: b"void (%s *, %s *)" % (letter, letter))
+    assert blas.scipy_integer.__wrapped__().itemsize == (4 if letter == b"int" else 8)
+
+
+def with_64_bits(module, name, arguments):
+    """A function of SciPy's as where it was built with integers of 64 bits: it reads and writes all of them."""
+    function, declared = wheels(module, name, arguments), blas._declaration(capsules(module)[name]).decode()
+    at = [i for i, kind in enumerate(declared.partition("(")[2].split(",")) if kind.strip(" )") == "int *"]
+
+    def run(*given):
+        given = [ctypes.addressof(each._obj) if hasattr(each, "_obj") else each for each in given]
+        wide = {i: ctypes.c_int64.from_address(given[i]) for i in at}
+        narrow = {i: (ctypes.c_int * 4096)(n.value if abs(n.value) < 1 << 20 else -1) for i, n in wide.items()}
+        function(*(narrow.get(i, each) for i, each in enumerate(given)))
+        for i, n in wide.items():
+            n.value = narrow[i][0]
+
+    return run
+
+
+def capsules(module):
+    return getattr(blas.scipy_linalg(), module).__pyx_capi__
+
+
+wheels = blas.of_scipy
+
+
+@pytest.fixture
+def integers_of_64_bits(monkeypatch):
+    if blas.scipy_integer().itemsize == 8:
+        pytest.skip("SciPy's are")
+    monkeypatch.setattr(blas, "_in_openblas", lambda *names: None)
+    monkeypatch.setattr(blas, "of_scipy", with_64_bits)
+    monkeypatch.setattr(blas, "scipy_integer", lambda: np.dtype(np.int64))
+    blas._of_scipy.cache_clear()
+    yield
+    blas._of_scipy.cache_clear()
+
+
+@pytest.mark.usefixtures("integers_of_64_bits")
+def test_where_scipy_was_built_with_integers_of_64_bits():
+    """From SciPy 1.18 on its BLAS and LAPACK for Cython may have them; 32 bits and what lay beside them were read."""
+    whole = partial(whole_numbers, np.random.default_rng(10), np.float64)
+    y, x, w = whole(5, 4), whole(5, 3), whole(3, 4)
+    want = y + x @ w
+    assert blas.added(y, x, w)
+    np.testing.assert_array_equal(y, want)
+    n = 70  # more than a leaf of divide and conquer
+    a = np.random.default_rng(11).standard_normal((n, n))
+    with pla.Grid({"r": 1}) as grid:
+        a_ = pla.distribute(a, grid, pla.Layout("r", None))
+        t = pla.distribute(np.triu(a) + 9 * np.eye(n), grid, pla.Layout("r", None))
+        np.testing.assert_allclose(pla.linalg.svdvals(a_).gather(), np.linalg.svd(a, compute_uv=False), atol=1e-10)
+        w_, v = pla.linalg.eigh(a_ + a_.T)
+        np.testing.assert_allclose(w_.gather(), np.linalg.eigvalsh(a + a.T), atol=1e-10)
+        np.testing.assert_allclose((a + a.T) @ v.gather(), v.gather() * w_.gather(), atol=1e-10)
+        values, vectors = pla.linalg.eig(a_)
+        np.testing.assert_allclose(a @ vectors.gather(), vectors.gather() * values.gather(), atol=1e-10)
+        found = pla.linalg.solve_triangular(t, a_).gather()
+        np.testing.assert_allclose(t.gather() @ found, a, atol=1e-10)
+
+
+def test_sizes_beyond_integers_of_32_bits_are_not_given_to_those(monkeypatch):
+    monkeypatch.setattr(blas, "blas_threads", lambda: 1)
+    found, least = blas._cblas("trsm", np.dtype(float), blas.LARGEST + 1, 1), blas._in_openblas("scipy_cblas_dtrsm64_")
+    assert found is least
+    monkeypatch.setattr(blas, "_in_openblas", lambda *names: None)
+    assert blas._cblas("gemm", np.dtype(float), 3, blas.LARGEST + 1) is None
+    assert blas._cblas("gemm", np.dtype(float), 3, blas.LARGEST) is not None
 
 
 def test_a_read_only_sum_is_refused():

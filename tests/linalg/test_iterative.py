@@ -422,6 +422,18 @@ def test_systems_of_the_whole_range(grid, size, dtype):
                 np.testing.assert_allclose(found.xnorm, power(np.linalg.norm(right, axis=0), of_x), 1e-2, 1e-320)
 
 
+@pytest.mark.parametrize("exponent", [-900, -600, 600, 900])
+def test_preconditioners_of_the_whole_range(grid, exponent):
+    """Products with what M gives may overflow before M is scaled, without a warning."""
+    n = 12
+    a, b = definite(n)[0], random(n, 2, seed=2)
+    A, B, M = placed(grid, a, 1), placed(grid, b, 2), placed(grid, power(np.diag(1 / np.diag(a)), exponent), 1)
+    for method, options in ((cg, {}), (cg, {"pipelined": True}), (minres, {}), (gmres, {})):
+        x, info = method(A, B, rtol=1e-10, M=M, **options)
+        assert info == 0
+        close(x, np.linalg.solve(a, b), 1e-7)
+
+
 @pytest.mark.parametrize("size", [-1000, -700, 0, 700, 1000])
 def test_absolute_tolerances_are_in_the_users_units(grid, size):
     a, b = definite(20)[0], random(20, seed=2)
@@ -434,6 +446,11 @@ def test_absolute_tolerances_are_in_the_users_units(grid, size):
             left = np.linalg.norm(b - a @ power(x, -size))
             assert 1e-3 < left <= 0.1 + 1e-12
         assert not pla.any(method(A, B, rtol=0, atol=float(power(2.0, size)) * 4)[0])  # 0 is near enough
+    of_m = 300 if size < 0 else -300  # with M, lengths are (rᴴ M r)½
+    x, info = minres(A, B, rtol=0, atol=float(power(0.1, size + of_m // 2)), M=lambda r: r * 2.0**of_m)
+    assert info == 0
+    if (x := x.gather()) is not None:
+        assert 1e-3 < np.linalg.norm(b - a @ power(x, -size)) <= 0.1 + 1e-12
 
 
 @pytest.mark.parametrize("exponent", [-1068, -1040, -400, 400, 1010])
@@ -479,6 +496,27 @@ def test_single_precision_of_lobpcg_is_summed_in_double(grid):
         close(values, w[:-4:-1] * size, 1e-5)
         values, _ = lobpcg(placed(grid, a, 1), placed(grid, X * np.float32(size), 2), tol=1e-4, maxiter=200)
         close(values, w[:-4:-1], 1e-5)
+
+
+@pytest.mark.parametrize("of_a", [-700, 600])
+@pytest.mark.parametrize("of_b", [-650, 0, 500])
+def test_norms_of_least_squares_are_in_the_users_units(grid, of_a, of_b):
+    """A system times powers of two, with its damping, has the norms of the one near 1 times such powers."""
+    a, b, damp = random(20, 8, seed=4), random(20, 2, seed=5), 0.7
+    if not -1000 < of_b - of_a < 1000:
+        return
+    near = lsqr(placed(grid, a, 1), placed(grid, b, 2), damp, atol=1e-12, btol=1e-12)
+    A, B = placed(grid, power(a, of_a), 1), placed(grid, power(b, of_b), 2)
+    found = lsqr(A, B, float(power(damp, of_a)), atol=1e-12, btol=1e-12)
+    np.testing.assert_array_equal(found.istop, near.istop)
+    powers = {"r1norm": of_b, "r2norm": of_b, "anorm": of_a, "acond": 0, "xnorm": of_b - of_a}
+    for name, exponent in powers.items():
+        np.testing.assert_allclose(power(getattr(found, name), -exponent), getattr(near, name), 1e-9, err_msg=name)
+    if abs(of_a + of_b) < 1000:  # of rounding, but not of another size
+        assert (power(found.arnorm, -of_a - of_b) < 1e-9).all()
+        some = lsqr(A, B, float(power(damp, of_a)), iter_lim=3).arnorm
+        few = lsqr(placed(grid, a, 1), placed(grid, b, 2), damp, iter_lim=3).arnorm
+        np.testing.assert_allclose(power(some, -of_a - of_b), few, 1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

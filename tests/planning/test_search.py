@@ -851,6 +851,10 @@ LEAST = [
     ({**KEYS, "recompute": None}, {"pipeline": 2, "schedule": "1f1b", "microbatches": 2, "dtype": "float16"}),
     (KEYS, {"tensor": {"mode": "2d", "shape": (1, 2)}, "microbatches": 2}),
     ({"num_local_experts": 2}, {"data": 2, "experts": "data"}),
+    ({}, {"sequence": 2, "zero": 3}),
+    ({}, {"data": 2, "machine": "laptop"}),
+    ({"recompute": None}, {"pipeline": 2, "schedule": "zb-h1", "microbatches": 2, "machine": "laptop"}),
+    ({**KEYS, "recompute": "block"}, {"sequence": 2, "microbatches": 2, "machine": "laptop"}),
 ]
 
 
@@ -858,10 +862,11 @@ LEAST = [
 @pytest.mark.parametrize(("model", "form"), LEAST, ids=str)
 def test_bounds_where_memory_is_short_are_below_full_traces(model, form):
     """Whatever a rank may use, no set of kinds with which a candidate fits is faster than the bound, or smaller."""
-    predictor = _predictor({**FEW, **model}, ranks=2, batch=16, machine="h100")
+    form = {"machine": "h100", **form}
+    predictor = _predictor({**FEW, **model}, ranks=2, batch=16, machine=form.pop("machine"))
     c = replace(_candidate(**form), recompute={**FEW, **model}["recompute"])
     sets = [(), *offload_sets(predictor.kinds(c))]
-    every = [predictor.full(replace(c, offload=_away(kinds))) for kinds in sets]
+    every = [predictor.full(replace(c, offload=_away(kinds, predictor.homes[0]))) for kinds in sets]
     assert predictor.time_bound(c) == predictor.bounds(c, every[0].bytes)[0] <= every[0].seconds
     for p in every:
         assert predictor.held(p.candidate) == (p.memory, p.stage, p.host, p.disk, True)
