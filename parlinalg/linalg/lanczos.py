@@ -24,7 +24,9 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, qr
-from parlinalg.linalg.krylov import (
+from parlinalg.linalg.matrices import LinAlgError, distributed
+from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
+from parlinalg.linalg.vectors import (
     Apply,
     Basis,
     Operator,
@@ -37,8 +39,6 @@ from parlinalg.linalg.krylov import (
     shifted,
     tolerance,
 )
-from parlinalg.linalg.matrices import LinAlgError, distributed
-from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng
 

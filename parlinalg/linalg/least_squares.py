@@ -22,7 +22,6 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import QRFactor, by_rows
-from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
@@ -36,6 +35,7 @@ from parlinalg.linalg.spectral import (
     values_of_triangle,
 )
 from parlinalg.linalg.systems import LOWER, solve_triangular
+from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]

@@ -18,10 +18,10 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, QRFactor, cho_factor, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
-from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd
 from parlinalg.linalg.spectral import counted, eigh, svd
 from parlinalg.linalg.systems import solve_triangular
+from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 

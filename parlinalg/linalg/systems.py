@@ -78,7 +78,8 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
 
     bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
 
-    from parlinalg.linalg.krylov import assumed_steps, gmres
+    from parlinalg.linalg.krylov import gmres
+    from parlinalg.linalg.vectors import assumed_steps
 
     assumed = assumed_steps(b, "refinements", "how often a solution is corrected")
 

@@ -13,7 +13,7 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, hessenberg, krylov, least_squares, matrices, spectral, systems
+from parlinalg.linalg import divide, hessenberg, least_squares, matrices, spectral, systems, vectors
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.trace import Kernel
 from tests.planning.test_imagined import DEALS, both, rows
@@ -250,9 +250,9 @@ def test_ledgers_of_iterations_are_those_of_as_many_real_steps(world, name, monk
         return counting
 
     if "gmres" in name:
-        monkeypatch.setattr(krylov.Basis, "orthogonalized", count(krylov.Basis.orthogonalized))
+        monkeypatch.setattr(vectors.Basis, "orthogonalized", count(vectors.Basis.orthogonalized))
     elif "eigsh" in name or "svds" in name:
-        monkeypatch.setattr(krylov.Basis, "turn", count(krylov.Basis.turn))
+        monkeypatch.setattr(vectors.Basis, "turn", count(vectors.Basis.turn))
     dense = matrix(45) + np.diag(np.linspace(0, 30, 45))
 
     def program(grid: Any) -> None:
