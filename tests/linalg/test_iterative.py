@@ -485,6 +485,21 @@ def test_spectra_of_the_whole_range(grid, exponent):
             np.testing.assert_allclose(v.T @ (weights[:, None] * v), np.eye(3), 0, 1e-8)
 
 
+@pytest.mark.parametrize("of_b", [-1000, -600, 0, 600, 1000])
+def test_the_tolerance_of_lobpcg_is_that_of_the_users_units(grid, of_b):
+    """Vectors for which xᴴ B x = 1 are by 2^(-of_b/2) as long, and so are residuals, which end it at the same step."""
+    n, steps = 21, []
+    a, _ = definite(n)
+    A, X = placed(grid, a, 1), placed(grid, random(n, 2, seed=8), 2)
+    for p in (0, of_b):
+        B = placed(grid, np.diag(np.ldexp(np.linspace(1, 3, n), p)), 3)
+        calls = []
+        lobpcg(A, X, B, tol=1e-6 * 2.0 ** (-p // 2), maxiter=200, callback=lambda *_, calls=calls: calls.append(1))
+        steps.append(len(calls))
+    assert 2 < steps[0] < 150
+    assert steps[0] == steps[1]
+
+
 def test_single_precision_of_lobpcg_is_summed_in_double(grid):
     """Squares of these are out of the range of float32."""
     n = 15
