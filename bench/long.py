@@ -121,7 +121,7 @@ class Rank:
 
 
 def piece(args: argparse.Namespace) -> dict[str, Any]:
-    """What one number of ranks is asked."""
+    """The work for one number of ranks."""
     rank = Rank(args)
     found: dict[str, Any] = {"ranks": rank.world.size}
     if args.lengths:

@@ -43,7 +43,7 @@ Runner = Callable[[tuple[int, int, int], int], Any]
 
 
 class Pieces:
-    """How each piece is run: `run(piece, shape, ranks, repeats)` gives what it tells."""
+    """The pieces of the benchmark: `run(piece, shape, ranks, repeats)` returns what one reports."""
 
     def __init__(self, names: list[str], heat: str, block: int, build: Path, grids: dict[int, list[str]]) -> None:
         self.heat, self.block, self.build, self.grids = heat, block, build, grids
@@ -204,7 +204,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> list[str]:
-    """What falls short: of the goals, and of ScaLAPACK in the same run."""
+    """Return what falls short of the goals, or of ScaLAPACK in the same run."""
     short = []
     for title, result in results.items():
         rows = {(r["piece"], r["ranks"]): r for r in result["rows"]}

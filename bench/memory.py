@@ -40,7 +40,7 @@ IMAGINED = 0.03
 
 
 class Form(NamedTuple):
-    """How 4 ranks train: a scheme, the sizes of its grid's axes, and what is done about memory; or a schedule."""
+    """A way for 4 ranks to train: a scheme, the sizes of its axes, and what is done about memory; or a schedule."""
 
     scheme: str
     sizes: dict[str, int]

@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def trained(folder: Path, model: str, mode: str, **options: Any) -> dict[str, Any]:
-    """What the piece tells."""
+    """Return what the piece reports."""
     hidden, layers, batch, sequence = map(int, model.split("x"))
     sizes = {"hidden": hidden, "layers": layers, "batch": batch, "sequence": sequence}
     text = json.dumps({"mode": mode, "path": str(folder), **sizes, **options})
@@ -138,7 +138,7 @@ def fast(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def budgets(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a limit offloads, what the plan says stays, and what is then held, on every rank."""
+    """Return for every rank what a limit offloads, what the plan says stays, and what is then held."""
     found, rows = [], []
     program = [sys.executable, str(harness.BENCH / "pieces" / "offload_budget.py")]
     for schedule, limit in BUDGETS:

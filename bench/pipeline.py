@@ -46,7 +46,7 @@ LOSSES = 1e-3
 
 
 def pieces_on(ranks: int) -> list[str]:
-    """What is run on so many ranks: library, schedule and ranks."""
+    """Return what is run on so many ranks: library, schedule and ranks."""
     return [f"torch:1f1b:{ranks}", *(f"parlinalg:{name}:{ranks}" for name in OURS)]
 
 
@@ -62,7 +62,7 @@ def counts(layers: int, stages: int) -> list[int]:
 
 
 def command(piece: str, sizes: Sizes, model: str, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """How a piece is started, and its environment: one BLAS thread a rank."""
+    """Return the command that starts a piece, and its environment: one BLAS thread a rank."""
     library, schedule, ranks = piece.split(":")
     env = harness.environment(int(ranks), dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
@@ -175,7 +175,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
-    """What falls short of the goals, and losses that do not agree."""
+    """Return what falls short of the goals, and losses that do not agree."""
     rows, short = result["rows"], []
     for ranks in sorted({r["ranks"] for r in rows}):
         ours, torch = best(rows, ranks), theirs(rows, ranks)

@@ -52,7 +52,7 @@ LOSSES_IN_HALVES = 3e-2
 
 
 def command(piece: str, model: str, warm: int, steps: int, device: str, dtype: str) -> tuple[list[str], dict[str, str]]:
-    """How a piece is started, and its environment: one BLAS thread a rank."""
+    """Return the command that starts a piece, and its environment: one BLAS thread a rank."""
     library, mode, ranks = piece.split(":")
     env = harness.environment(int(ranks), dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
@@ -154,7 +154,7 @@ def goals(result: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def partner(result: dict[str, Any], piece: str) -> tuple[str, float] | None:
-    """What a piece is compared with, and the goal."""
+    """Return what a piece is compared with, and the goal."""
     return next(((theirs, goal) for (ours, theirs), goal in goals(result).items() if ours == piece), None)
 
 
@@ -187,7 +187,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def verdicts(results: list[dict[str, Any]]) -> list[str]:
-    """What falls short of the goals, and losses that do not agree."""
+    """Return what falls short of the goals, and losses that do not agree."""
     short = []
     for result in results:
         rows, title = {r["piece"]: r for r in result["rows"]}, result["title"]

@@ -57,7 +57,7 @@ def random(shape: Shape, layout: Layout, grid: pla.Grid) -> pla.DistArray:
 
 
 def counted(plan: Plan, x_shape: Shape, w_shape: Shape, grid: pla.Grid) -> dict[str, int]:
-    """What the ledger counts on this rank in a product and its two derivatives."""
+    """Return what the ledger counts on this rank in a product and its two derivatives."""
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     dx, dw = plan.grad_x, plan.grad_w
     x, w = random(x_shape, plan.x, grid), random(w_shape, plan.w, grid)

@@ -162,7 +162,7 @@ class Cluster:
         return took, start
 
     def _processes(self, host: int) -> list[int]:
-        """What still runs on a host."""
+        """Return the processes that still run on a host."""
         shown = ["ip", "netns", "pids", f"{self.name}{host}"]
         return [int(p) for p in subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()]
 
@@ -177,7 +177,7 @@ class Cluster:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether a process on a host is a rank, not the shell or the proxy that Hydra started it by."""
+    """Return True if a process on a host is a rank, not the shell or the proxy that Hydra started it by."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip() not in ("hydra_pmi_proxy", "sh")
     except OSError:  # it ended meanwhile

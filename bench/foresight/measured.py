@@ -431,7 +431,7 @@ def setting(text: str) -> str:
 
 
 def result_file(setting: str, args: argparse.Namespace) -> Path:
-    """Where the result of a setting goes: with the model's name, if it is not the usual one."""
+    """Return the file for the result of a setting: with the model's name, if it is not the usual one."""
     other = next((f"_{name}" for name, model in train.MODELS.items() if model == args.model != MODEL), "")
     return Path(args.out or RESULTS) / f"{setting.replace(':', '_')}{other}.json"
 

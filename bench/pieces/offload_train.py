@@ -29,7 +29,7 @@ def address_space() -> int:
 
 
 def digest(model: Any, optimizer: Any) -> str:
-    """Of all values and states, one at a time."""
+    """Return a digest of all values and states, one at a time."""
     found = hashlib.blake2b(digest_size=16)
     entries = {e.parameter.name: e for e in optimizer.arrange()}
     for name, p in model.named_parameters():

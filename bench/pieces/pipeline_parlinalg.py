@@ -37,7 +37,7 @@ REPEATS = 9
 
 
 class Text:
-    """What a worker is to do with a language model."""
+    """A language model as a worker trains it."""
 
     def context(self, batch: Batch) -> Any:
         return nullcontext([])
@@ -118,7 +118,7 @@ def cut(batch: tuple[np.ndarray, np.ndarray], microbatches: int, model: Any) -> 
 
 # ------------------------------------------------------------------ what stages take
 def costs(made: Prepared, sizes: Sizes) -> Costs:
-    """What passes of one microbatch, messages and steps take: medians."""
+    """Return the seconds of passes of one microbatch, of messages and of steps: medians."""
     worker, place = made.worker, made.mesh.topology
     batch = made.data[0][0]
     mine = [[stage.number, *passes(stage, batch, made, sizes)] for stage in worker.model.chunks]

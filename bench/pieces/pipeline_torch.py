@@ -43,7 +43,7 @@ def layers(sizes: Sizes) -> list[nn.Module]:
 
 
 def prepared(name: str, sizes: Sizes, microbatches: int, counts: list[int]) -> Callable[[int], float]:
-    """What makes step number i on this rank, and returns its loss on the last."""
+    """Return the function that makes step number i on this rank, and returns its loss on the last."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     first, last = rank == 0, rank == ranks - 1
     begin = sum(counts[:rank])
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def parameters(sizes: Sizes) -> int:
-    """How many numbers the whole model learns."""
+    """Return how many parameters the whole model has."""
     return sum(value.size for value in weights(sizes, tied=False).values())
 
 

@@ -66,7 +66,7 @@ def filled(shape: tuple[int, int], layout: Layout, grid: pla.Grid, seed: int) ->
 
 
 def check(a: pla.DistArray, b: pla.DistArray, c: pla.DistArray) -> float:
-    """How far C v is from A (B v), scaled by the sizes of the terms: a wrong product must not be fast."""
+    """Return how far C v is from A (B v), by the sizes of the terms: a wrong product must not be fast."""
     v = np.random.default_rng(2).uniform(-1, 1, b.shape[1])
     x = pla.distribute(v, a.grid, Layout(None))
     one, two = (c @ x).gather(), (a @ (b @ x)).gather()
