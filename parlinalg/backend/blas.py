@@ -62,7 +62,7 @@ def cores_of(places: Sequence[Sequence[str]], host: str) -> int:
 
 
 def set_blas_threads(local_ranks: int) -> int:
-    """Give this process's BLAS its share of the cores; returns the number of threads.
+    """Give this process's BLAS its share of the cores, and return the number of threads.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ def _rows_by_column(x: Any, w: Any, y: Any) -> None:
 def _in_strips(x: Any, w: Any) -> bool:
     if not isinstance(x, np.ndarray) or x.ndim != 2 or w.shape[-1] != 1 or x.nbytes <= 4 * tunables.GEMV_STRIP:
         return False
-    if x.shape[1] * x.itemsize < tunables.GEMV_ROW or not x.flags.c_contiguous or x.dtype.char not in _LETTERS:
+    if x.shape[1] * x.itemsize < tunables.GEMV_ROW or not x.flags.c_contiguous or x.dtype.char not in LETTERS:
         return False
     return blas_threads() == 1  # several share one long product better than many short ones
 
@@ -383,7 +383,7 @@ def _both_sides(
 
 def has_hermitian(dtype: np.dtype[Any]) -> bool:
     """Return True if `add_hermitian` works for a dtype."""
-    return dtype.char in _LETTERS and _cblas("hemv" if dtype.kind == "c" else "symv", dtype) is not None
+    return dtype.char in LETTERS and _cblas("hemv" if dtype.kind == "c" else "symv", dtype) is not None
 
 
 def add_hermitian(y: np.ndarray, a: np.ndarray, top: int, x: np.ndarray) -> None:
@@ -417,7 +417,7 @@ def lapack(name: str, dtype: np.dtype[Any], *arguments: Any) -> int | None:
 
     Returns None, and does nothing, where this NumPy has no such function.
     """
-    function = _in_openblas(f"scipy_{_LETTERS[dtype.char]}{name}_64_")
+    function = _in_openblas(f"scipy_{LETTERS[dtype.char]}{name}_64_")
     if function is None:
         return None
     info, letters = ctypes.c_int64(0), 0
@@ -435,7 +435,7 @@ def lapack(name: str, dtype: np.dtype[Any], *arguments: Any) -> int | None:
 
 
 def _in_blas(y: np.ndarray) -> bool:
-    return y.dtype.char in _LETTERS and y.dtype.isnative and y.flags.writeable
+    return y.dtype.char in LETTERS and y.dtype.isnative and y.flags.writeable
 
 
 def _number(dtype: np.dtype[Any], value: float) -> Any:
@@ -450,7 +450,8 @@ def _address(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.__array_interface__["data"][0])
 
 
-_LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+"""The letters with which names of BLAS and LAPACK begin, by the characters of dtypes."""
 
 
 def _cblas(name: str, dtype: np.dtype[Any], *sizes: int) -> Any:
@@ -460,7 +461,7 @@ def _cblas(name: str, dtype: np.dtype[Any], *sizes: int) -> Any:
     any case, but for several threads, which would wait for work in both: up to 256 rows its older OpenBLAS (0.3.30)
     solves 1.1 to 1.5 times as fast as the one of NumPy 2.4 (0.3.31).  SciPy's takes no `sizes` beyond its integers.
     """
-    letter, small = _LETTERS[dtype.char], max(sizes, default=0) <= LARGEST
+    letter, small = LETTERS[dtype.char], max(sizes, default=0) <= LARGEST
     in_wheel = not (name == "trsm" and small and blas_threads() == 1)
     found = _in_openblas(f"scipy_cblas_{letter}{name}64_") if in_wheel else None
     return found or (_of_scipy(name, letter) if small or scipy_integer().itemsize == 8 else None)
@@ -471,7 +472,7 @@ ARGUMENTS = {
     "syrk": range(10), "herk": range(10), "symv": range(10),
     "trsm": (0, 1, 2, 3, 5, 4, 6, 7, 8, 9, 10), "trmm": (0, 1, 2, 3, 5, 4, 6, 7, 8, 9, 10),
 }  # fmt: skip
-"""Which of CBLAS's arguments, after the order, each of Fortran's is: what lies in rows is to it the transpose."""
+"""The positions of Fortran's arguments among CBLAS's behind the order; rows are the columns of the transpose."""
 IN_FORTRAN = {
     AS_IT_IS: b"N", TURNED: b"T", ADJOINT: b"C", LEFT: b"R", RIGHT: b"L", LOWER: b"U", UPPER: b"L", UNIT: b"U",
     DIAGONAL: b"N",
@@ -542,7 +543,7 @@ def scipy_integer() -> np.dtype[Any]:
 @cache
 def gemm_address(dtype: np.dtype[Any]) -> int | None:
     """Return the address of gemm for float32 or float64 in the OpenBLAS of NumPy's wheel, with integers of 64 bits."""
-    gemm = _in_openblas(f"scipy_cblas_{_LETTERS[dtype.char]}gemm64_")
+    gemm = _in_openblas(f"scipy_cblas_{LETTERS[dtype.char]}gemm64_")
     return None if gemm is None else ctypes.cast(gemm, ctypes.c_void_p).value
 
 

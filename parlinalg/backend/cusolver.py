@@ -19,8 +19,8 @@ from cupy_backends.cuda.libs import cublas
 from cupy_backends.cuda.libs import cusolver as library
 from cupyx.scipy.linalg import lu_factor, solve_triangular
 
-LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
-"""LAPACK's letters of the dtypes."""
+from parlinalg.backend.blas import LETTERS
+
 TURNED = {"N": "T", "T": "N"}
 FAILURES = {
     "getr": "Singular matrix",

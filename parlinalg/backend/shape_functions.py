@@ -425,27 +425,25 @@ class Namespace:
 
     std = var
 
-    def any(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
+    def _counted(self, name: str, ufunc: str, a: Any, axis: Any, kind: Any, out: Any, keepdims: bool) -> Any:
         if not isinstance(a, ShapeArray):
-            return np.any(a, axis, keepdims=keepdims)
-        return self._reduce("logical_or", a, axis, np.bool_, out, keepdims)
+            return getattr(np, name)(a, axis, keepdims=keepdims)
+        return self._reduce(ufunc, a, axis, kind, out, keepdims)
+
+    def any(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
+        return self._counted("any", "logical_or", a, axis, np.bool_, out, keepdims)
 
     def all(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
-        if not isinstance(a, ShapeArray):
-            return np.all(a, axis, keepdims=keepdims)
-        return self._reduce("logical_and", a, axis, np.bool_, out, keepdims)
+        return self._counted("all", "logical_and", a, axis, np.bool_, out, keepdims)
 
     def count_nonzero(self, a: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        if not isinstance(a, ShapeArray):
-            return np.count_nonzero(a, axis, keepdims=keepdims)
-        return self._reduce("count_nonzero", a, axis, np.int64, None, keepdims)
+        return self._counted("count_nonzero", "count_nonzero", a, axis, np.int64, None, keepdims)
 
     def argmax(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
-        if not isinstance(a, ShapeArray):
-            return np.argmax(a, axis, keepdims=keepdims)
-        return self._reduce("argmax", a, axis, np.int64, out, keepdims)
+        return self._counted("argmax", "argmax", a, axis, np.int64, out, keepdims)
 
-    argmin = argmax
+    def argmin(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
+        return self._counted("argmin", "argmax", a, axis, np.int64, out, keepdims)
 
     def trace(self, a: Any, *args: Any) -> Any:
         return self.sum(a.diagonal(*args), axis=-1)

@@ -89,7 +89,6 @@ def lapack(name: str, dtype: np.dtype[Any]) -> Any:
     return blas.scipy_linalg().get_lapack_funcs((name,), dtype=dtype)[0]
 
 
-LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
 PANEL = 64
 """Columns that are factored one by one before those behind them follow."""
 WIDE = 256
@@ -112,7 +111,7 @@ def bound(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> Cal
         np.frombuffer(a.encode(), np.uint8) if isinstance(a, str) else np.array(a, integer) if isinstance(a, int) else a
         for a in (*args, np.zeros(1, integer))
     ]
-    function = blas.of_scipy("cython_lapack", LETTERS[dtype.char] + name, len(held))
+    function = blas.of_scipy("cython_lapack", blas.LETTERS[dtype.char] + name, len(held))
     pointers = [a.ctypes.data for a in held]
 
     def run() -> int:

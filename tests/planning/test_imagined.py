@@ -20,6 +20,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, offload, optim, schemes
 from parlinalg.autograd import ops
+from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import matrices, systems
 from parlinalg.linalg.tiles import Deal
@@ -304,6 +305,17 @@ def test_memory_is_what_numpy_takes(world, stage, monkeypatch):
         step()
     assert held == pytest.approx(rest, rel=0.03)
     assert found.peak_memory == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ["any", "all", "count_nonzero", "argmax", "argmin", "max", "min", "sum", "prod"])
+def test_reductions_of_arrays_with_values_are_numpys(name):
+    xp = ShapesBackend().xp
+    a = np.array([[3, 1, 2], [0, 5, 4]])
+    for axis in (None, 0, 1):
+        np.testing.assert_array_equal(getattr(xp, name)(a, axis=axis), getattr(np, name)(a, axis=axis))
+        want = getattr(np, name)(a, axis=axis, keepdims=True)
+        np.testing.assert_array_equal(getattr(xp, name)(a, axis=axis, keepdims=True), want)
 
 
 @pytest.mark.serial
