@@ -612,7 +612,7 @@ def by_triangle(shape: tuple[int, int]) -> bool:
 
 def pivoted(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, order: Numbers | None = None, mode: str = "reduced",
-    trees: Collection[int] = (), sound: bool = True,
+    trees: Collection[int] = (), sound: bool = True, workers: int | None = None,
 ) -> Costs:  # fmt: skip
     """Add what `qr` with pivoting receives; with the mode "complete" the zeros below R are not counted.
 
@@ -623,20 +623,24 @@ def pivoted(
     ----------
     order : array [n], optional
         The permutation p, which says who sends which reflection; by default no column is exchanged.
+    workers : int, optional
+        The number of ranks to which the columns are dealt, the first ones of the grid; by default all.
     """
     (m, n), k = shape, min(shape)
     if mode != "complete" and by_triangle(shape):
-        return _pivoted_triangle(costs, layout, shape, order, mode, trees, sound)
-    costs = costs.turned(deal := Deal(costs.deal.sizes, PIVOTED, "wide"))
+        return _pivoted_triangle(costs, layout, shape, order, mode, trees, sound, workers)
+    costs = costs.turned(deal := Deal(costs.deal.sizes, PIVOTED, "wide", workers=workers))
     rows, columns = deal.rows(m), deal.columns(n)
     order = np.arange(n) if order is None else order
     costs.bring(layout, shape, rows, columns)
     costs.agree(2)
-    every = np.ones(len(costs.i), np.int64)
-    costs.note("choices of pivots", "all_gather", costs.across, 3 * (deal.C - 1) * k * every, times=k)
+    at_work = (costs.j < deal.C) & (deal.C > 1)
+    costs.note("choices of pivots", "all_gather", costs.across, 3 * (deal.C - 1) * k * at_work, at_work, times=k)
     lengths, owners = m - np.arange(k), order[:k] // deal.size % deal.C
-    own = np.bincount(owners, lengths, deal.C).astype(np.int64)
-    costs.note("reflections", "broadcast", costs.across, lengths.sum() - own[costs.j], times=k)
+    own = np.bincount(owners, lengths, costs.across.size).astype(np.int64)
+    costs.note("reflections", "broadcast", costs.across, (lengths.sum() - own[costs.j]) * at_work, at_work, times=k)
+    if costs.across.size > deal.C:
+        costs.broadcast("the permutation", costs.across, n, 0)
     if mode != "r":
         height = m if mode == "complete" else k
         for first, b in panels(k, deal.size):
@@ -649,7 +653,7 @@ def pivoted(
 
 def _pivoted_triangle(
     costs: Costs, layout: Layout, shape: tuple[int, int], order: Numbers | None, mode: str, trees: Collection[int],
-    sound: bool,
+    sound: bool, workers: int | None,
 ) -> Costs:  # fmt: skip
     """Add what a QR factorization receives, one with pivoting of its R, and the product of both Q."""
     deal, (m, n) = costs.deal, shape
@@ -662,7 +666,7 @@ def _pivoted_triangle(
     if not sound:
         qr_factor(costs, layout, shape, trees=trees)
         costs.home(layout, (n, n), tops, deal.columns(n))
-    pivoted(costs, layout, (n, n), order=order, mode=mode)
+    pivoted(costs, layout, (n, n), order=order, mode=mode, workers=workers)
     if mode == "r":
         return costs
     if sound:

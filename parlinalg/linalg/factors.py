@@ -24,6 +24,7 @@ from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
     LinAlgError,
     as_matrix,
+    at_work,
     batches,
     distributed,
     no_layers,
@@ -579,7 +580,7 @@ class PivotedQRFactor(QRFactor):
 
     def __init__(self, a: DistArray) -> None:
         Factor.__init__(self, a)
-        (m, n), self.tiles = a.shape, Tiles(a.grid, PANEL, "wide")
+        (m, n), self.tiles = a.shape, Tiles(a.grid, PANEL, "wide", workers=at_work(a.grid, "pivoted"))
         self.rows, columns = self.tiles.rows(m), self.tiles.columns(n)
         t = self.tiles.bring(a, self.rows, columns, host=True)
         self._scale = scaled(self.tiles, [t], t.dtype, "qr")

@@ -52,10 +52,10 @@ def tiles_for(
     """
     block = None if block is None else _rows(block)
     grid, (m, n) = a.grid, shape or a.shape[-2:]
-    near = not grid.inside or grid.everyone.local_size == grid.size
+    near = in_one_node(grid)
     if depth is None:
         depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
-    workers = at_work(grid, routine) if near and depth == 1 else grid.size
+    workers = at_work(grid, routine) if depth == 1 else grid.size
     tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, workers, near), depth, workers)
     if tiles.D > 1 and not grid.backend.host_memory:
         raise ValueError(f"depth={depth} is for grids whose arrays lie on the host; on GPUs ranks form one layer")
@@ -68,14 +68,20 @@ def _rows(block: Any) -> int:
     return whole("block, the rows and columns of a tile,", block, 1)
 
 
+def in_one_node(grid: Grid) -> bool:
+    """Return True if all ranks of a grid are on one node, as far as this rank knows."""
+    return not grid.inside or grid.everyone.local_size == grid.size
+
+
 def at_work(grid: Grid, routine: str) -> int:
-    """Return how many ranks of one node factor a matrix: all, or as many as it has cores for.
+    """Return how many ranks factor a matrix: all, or as many as the one node that has them has cores for.
 
     Where ranks outnumber cores, those beyond would wait for their turn in every step.  But those at work hold more
-    then: so only for `cholesky`, which needs a triangle, and up to `CROWDED` times their share.
+    then: so only for "cholesky", which needs a triangle, and "pivoted", whose steps are columns, and up to `CROWDED`
+    times their share.
     """
-    fewer = routine == "cholesky" and grid.backend.host_memory and grid.cores < grid.size <= CROWDED * grid.cores
-    return grid.cores if fewer else grid.size
+    fewer = routine == "pivoted" or (routine == "cholesky" and grid.backend.host_memory)
+    return grid.cores if fewer and in_one_node(grid) and grid.cores < grid.size <= CROWDED * grid.cores else grid.size
 
 
 def no_layers(block: int | None, depth: int | None) -> int | None:

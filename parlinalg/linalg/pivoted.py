@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import compiled
 from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.eigh import TINY, reflector
@@ -32,6 +33,9 @@ LONG = 1.5
 class PivotedQR(QR):
     """R replaces the columns of A, which stay where they are, on tiles of whole columns.
 
+    They lie in Fortran's order, for the products of each with a reflection.  Loops that numba compiles make the steps
+    of real matrices that are not small, where it is installed.
+
     Attributes
     ----------
     order : array of int
@@ -41,100 +45,130 @@ class PivotedQR(QR):
     """
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int]) -> None:
-        super().__init__(tiles, a, shape, hold_once=True)
+        self._lines = kernels.in_columns(a).T if has_values(a) else a.T
+        super().__init__(tiles, self._lines.T, shape, hold_once=True)
         self.order, self.places = np.arange(shape[1]), self.columns.copy()
+        self._at = np.full(shape[1], -1)  # which of this rank's columns is in a place of A[:, p]
+        self._at[self.places] = np.arange(len(self.places))
         self._done = 0  # this rank's columns that were taken, which are the first ones here
         self._norms = self._exact = np.zeros(0)  # of what is left of each column, and when they were last computed
+        self._fast = compiled.ready(self._lines)
 
     def run(self) -> None:
         """Factor the whole matrix.  Collective over the grid."""
         (m, n), tiles = self.shape, self.tiles
         if not tiles.grid.inside:
             return
-        if has_values(self.a):
-            self._norms = lengths(self.a)
-            self._exact = self._norms.copy()
-        with board(tiles.across, KEY + m, self.a.dtype) as lent:
-            for k in range(0, min(m, n), tiles.size):
-                self._panel(lent, k, min(tiles.size, min(m, n) - k))
+        across, some = tiles.across, tiles.across.size > tiles.C
+        panels = [(k, min(tiles.size, min(m, n) - k)) for k in range(0, min(m, n), tiles.size)]
+        if tiles.j < tiles.C:
+            if has_values(self.a):
+                self._norms = lengths(self.a)
+                self._exact = self._norms.copy()
+            comm = across.sub(range(tiles.C), across.axes) if some else across
+            with board(comm, KEY + m, self.a.dtype) as lent:
+                for panel in panels:
+                    self._panel(lent, *panel)
+            if some:
+                comm.free()
+        if some:
+            across.barrier()  # the others wait without a core
+            across.broadcast(self.order, 0)
+        if tiles.j >= tiles.C:  # Q turns no columns here
+            xp = kernels.on_host(tiles.grid.backend)
+            self.kept = [Reflections(k, None, xp.zeros((b, b), self.a.dtype), None) for k, b in panels]
 
     def _panel(self, lent: Board, k: int, b: int) -> None:
         """Factor b columns from place k on, apply A := A - V G to what is right of them, and keep V and T."""
-        a, m, xp = self.a, self.shape[0], kernels.on_host(self.tiles.grid.backend)
-        v, t, g = xp.zeros((m - k, b), a.dtype), xp.zeros((b, b), a.dtype), xp.zeros((b, a.shape[1]), a.dtype)
+        lines, xp = self._lines, kernels.on_host(self.tiles.grid.backend)
+        v, g = xp.zeros((b, self.shape[0] - k), lines.dtype), xp.zeros((len(lines), b), lines.dtype)  # transposed
+        t = xp.zeros((b, b), lines.dtype)
         for q in range(b):
             j = k + q
-            key, message, beta = self._proposal(j, v[q:, :q], g[:q])
+            key, message, beta = self._proposal(j, v[:q, q:], g[:, :q])
             every, offered = lent.proposals(key, message)
             root = self._choose(every, j, g)
             if root == self.tiles.j:
-                a[j:, self._done] = 0
-                a[j, self._done] = beta
+                lines[self._done, j:] = 0
+                lines[self._done, j] = beta
                 self._done += 1
             message = offered(root)
-            tau, v[q:, q] = message[0].copy(), message
+            tau = message[0].copy()
+            v[q, q:] = message
             v[q, q] = 1
-            inner = kernels.adjoint(v[q:, :q]) @ v[q:, q]
-            t[:q, q], t[q, q] = -tau * (t[:q, :q] @ inner), tau
-            rest = slice(self._done, None)
-            g[q, rest] = tau.conj() * (v[q:, q].conj() @ a[j:, rest] - inner.conj() @ g[:q, rest])
-            a[j, rest] -= v[q, : q + 1] @ g[: q + 1, rest]
-            self._shorten(j, v[q + 1 :, : q + 1], g[: q + 1])
-        kernels.subtract(a[k + b :, self._done :], v[b:], g[:, self._done :])
+            self._take(j, q, v, g, t, tau)
+        kernels.subtract(lines[self._done :, k + b :], g[self._done :], v[:, b:])
         own = self.tiles.owner(k)[1] == self.tiles.j
-        self.kept.append(Reflections(k, v if own else None, t, None))
+        self.kept.append(Reflections(k, xp.ascontiguousarray(v.T) if own else None, t, None))
 
     def _proposal(self, j: int, v: Any, g: Any) -> tuple[Any, Any, Any]:
         """Return this rank's largest column's norm and place, its reflection with its factor, and what it leaves.
 
         Of equals it is the first in the order so far.
         """
-        a, at, xp = self.a, self._done, kernels.on_host(self.tiles.grid.backend)
+        lines, at, xp = self._lines, self._done, kernels.on_host(self.tiles.grid.backend)
         places, norms = self.places[at:], self._norms[at:]
-        key, message, beta = xp.full((1, KEY), -1, a.dtype), xp.empty(len(a) - j, a.dtype), None
+        key, message, beta = xp.full((1, KEY), -1, lines.dtype), xp.empty(self.shape[0] - j, lines.dtype), None
+        if self._fast:
+            found, beta = _proposal_loop(lines[at:], places, norms, v, g[at:], j, key, message)
+            if found:
+                return key, message, beta
         if len(norms):
             largest = np.flatnonzero(norms == norms.max())
             first = largest[places[largest].argmin()]
             key[0] = norms[first], *divmod(int(places[first]), DIGIT)
             at += int(first)
-        if at < a.shape[1]:
-            message[:], tau, beta = reflector(a[j:, at] - v @ g[:, at])
+        if at < len(lines):
+            message[:], tau, beta = reflector(lines[at, j:] - g[at] @ v)
             message[0] = tau  # in place of a one
         return key, message, beta
 
     def _choose(self, every: Any, j: int, g: Any) -> int:
         """Make the largest column number j of A[:, p], and the next one where it lies; return its grid column."""
-        tiles, done = self.tiles, self._done
-        places = self.places[done:]
         if has_values(every):
             norm, high, low = every.real.T.tolist()
-            place, root = min((DIGIT * high[i] + low[i], i) for i, size in enumerate(norm) if size == max(norm))
+            place, root = min((int(DIGIT * high[i] + low[i]), i) for i, size in enumerate(norm) if size == max(norm))
         else:
             every.device.assume("pivots", "the choice of pivots")
-            root, place = tiles.owner(j)[1], j
-        place = int(place)
-        self.order[[j, place]] = self.order[[place, j]]
-        taken, other = places == place, places == j
-        places[other], places[taken] = place, j
-        if root == tiles.j and (at := done + int(np.flatnonzero(taken)[0])) != done:
-            for each in (self.a, g):
-                each[:, [done, at]] = each[:, [at, done]]
-            for line in (self.places, self._norms, self._exact):
-                if len(line):
-                    line[[done, at]] = line[[at, done]]
+            root, place = self.tiles.owner(j)[1], j
+        order, places, done = self.order, self.places, self._done
+        taken, other = int(self._at[place]), int(self._at[j])
+        order[j], order[place] = order[place], order[j]
+        self._at[j], self._at[place] = taken, other
+        if other >= 0:
+            places[other] = place
+        if taken >= 0:
+            places[taken] = j
+            if taken != done:
+                self._at[places[done]], self._at[j] = taken, done
+                for each in (self._lines, g, places, self._norms, self._exact):
+                    if len(each):
+                        each[[done, taken]] = each[[taken, done]]
         return root
+
+    def _take(self, j: int, q: int, v: Any, g: Any, t: Any, tau: Any) -> None:
+        """Complete T and G by reflection number q of a panel, and row j of R, and remove that from the norms."""
+        lines, done, own = self._lines, self._done, v[q, q:]
+        if self._fast:
+            _take_loop(lines, done, j, q, v, g, t, tau, self._norms, self._exact, self._doubt)
+            return
+        inner = v[:q, q:].conj() @ own
+        t[:q, q], t[q, q] = -tau * (t[:q, :q] @ inner), tau
+        g[done:, q] = tau.conj() * (lines[done:, j:] @ own.conj() - g[done:, :q] @ inner.conj())
+        lines[done:, j] -= g[done:, : q + 1] @ v[: q + 1, q]
+        if has_values(lines):
+            self._shorten(j, v[: q + 1, q + 1 :], g[:, : q + 1])
 
     def _shorten(self, j: int, v: Any, g: Any) -> None:
         """Remove row j from the norms; recompute those of which rounding leaves less than half the digits."""
-        if not has_values(self.a):
-            return
-        done, norms, exact = self._done, self._norms[self._done :], self._exact[self._done :]
+        lines, done = self._lines, self._done
+        norms, exact = self._norms[done:], self._exact[done:]
         size = np.where(norms > 0, norms, 1)
-        left = np.maximum(0, 1 - (abs(self.a[j, done:]) / size) ** 2)
+        left = np.maximum(0, 1 - (abs(lines[done:, j]) / size) ** 2)
         few = np.flatnonzero((norms > 0) & (left * (norms / np.where(exact > 0, exact, 1)) ** 2 <= self._doubt))
         norms *= np.sqrt(left)
         if len(few):
-            norms[few] = exact[few] = lengths(self.a[j + 1 :, done + few] - v @ g[:, done + few])
+            norms[few] = exact[few] = lengths((lines[done + few, j + 1 :] - g[done + few] @ v).T)
 
     @property
     def _doubt(self) -> float:
@@ -153,3 +187,102 @@ def lengths(a: np.ndarray) -> np.ndarray:
         unit = np.where(largest > 0, largest, 1)
         found[few] = largest * np.linalg.norm(a[:, few] / unit, axis=0)
     return found
+
+
+@compiled.loop(sums=True)
+def _proposal_loop(
+    lines: Any, places: Any, norms: Any, v: Any, g: Any, j: int, key: Any, message: Any
+) -> tuple[bool, Any]:  # fmt: skip
+    """Do what `PivotedQR._proposal` does with the columns that are left; return False if squares do not allow it."""
+    zero = lines.dtype.type(0)
+    if len(norms) == 0:
+        return True, zero
+    best = 0
+    for c in range(1, len(norms)):
+        if norms[c] > norms[best] or (norms[c] == norms[best] and places[c] < places[best]):
+            best = c
+    key[0, 0], key[0, 1], key[0, 2] = norms[best], places[best] // DIGIT, places[best] % DIGIT
+    message[:] = lines[best, j:]
+    _less(message, v, g[best])
+    square = zero
+    for i in range(1, len(message)):
+        square += message[i] * message[i]
+    if not TINY < square < 1 / TINY:
+        return False, zero
+    alpha = message[0]
+    beta = lines.dtype.type(-math.copysign(math.sqrt(square + alpha * alpha), alpha))
+    for i in range(1, len(message)):
+        message[i] /= alpha - beta
+    message[0] = (beta - alpha) / beta
+    return True, beta
+
+
+@compiled.loop(sums=True)
+def _take_loop(
+    lines: Any, done: int, j: int, q: int, v: Any, g: Any, t: Any, tau: Any, norms: Any, exact: Any, doubt: float
+) -> None:  # fmt: skip
+    """Do what `PivotedQR._take` does, in one pass over each column."""
+    own, inner, rest = v[q, q:], np.empty(q, lines.dtype), np.empty(v.shape[1] - q - 1, lines.dtype)
+    for p in range(q):
+        inner[p] = _dot(v[p, q:], own)
+    for p in range(q):
+        total = lines.dtype.type(0)
+        for s in range(p, q):
+            total += t[p, s] * inner[s]
+        t[p, q] = -tau * total
+    t[q, q] = tau
+    for c in range(done, len(lines)):
+        column, factors = lines[c, j:], g[c]
+        term = _dot(own, column)
+        for p in range(q):
+            term -= inner[p] * factors[p]
+        factors[q] = tau * term
+        top = column[0]
+        for p in range(q + 1):
+            top -= v[p, q] * factors[p]
+        column[0] = top
+        if not norms[c] > 0:
+            continue
+        share = abs(top) / norms[c]
+        left = max(lines.dtype.type(0), 1 - share * share)
+        share = norms[c] / exact[c]
+        if left * share * share > doubt:
+            norms[c] *= math.sqrt(left)
+            continue
+        rest[:] = column[1:]
+        _less(rest, v[: q + 1, q + 1 :], factors)
+        norms[c] = exact[c] = _length(rest)
+
+
+@compiled.loop(sums=True)
+def _dot(x: Any, y: Any) -> Any:
+    total = x.dtype.type(0)
+    for i in range(len(x)):
+        total += x[i] * y[i]
+    return total
+
+
+@compiled.loop(sums=True)
+def _less(x: Any, v: Any, factors: Any) -> None:
+    """Subtract the rows of v, each by its factor."""
+    for p in range(len(v)):
+        row, factor = v[p], factors[p]
+        for i in range(len(x)):
+            x[i] -= factor * row[i]
+
+
+@compiled.loop(sums=True)
+def _length(x: Any) -> Any:
+    """Return the norm of x, also where squares under- or overflow."""
+    square = _dot(x, x)
+    if TINY < square < 1 / TINY:
+        return math.sqrt(square)
+    largest = x.dtype.type(0)
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    if largest > 0:
+        square = x.dtype.type(0)
+        for i in range(len(x)):
+            square += (x[i] / largest) ** 2
+        largest *= math.sqrt(square)
+    return largest

@@ -327,8 +327,10 @@ def test_qr_with_pivoting(grid):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_qr_with_pivoting_of_special_matrices(grid, dtype):
+@pytest.mark.parametrize("least", [1, 1 << 40], ids=["loops", "no loops"])
+def test_qr_with_pivoting_of_special_matrices(grid, dtype, least, monkeypatch):
     """Equal columns, zeros, lower rank, one column, sizes near underflow and overflow, terms that are not summed."""
+    monkeypatch.setattr(tunables, "COMPILED_SIZE", least)
     rng, real = np.random.default_rng(9), np.finfo(dtype)
     every = layouts(grid.axes, 2)
     for a in (
@@ -350,8 +352,10 @@ def test_qr_with_pivoting_of_special_matrices(grid, dtype):
             assert not r.any()
 
 
-def test_qr_with_pivoting_of_columns_nearly_alike(grid):
+@pytest.mark.parametrize("least", [1, 1 << 40], ids=["loops", "no loops"])
+def test_qr_with_pivoting_of_columns_nearly_alike(grid, least, monkeypatch):
     """Their norms are lost by the first step: what is left of each is a hundred-millionth of it."""
+    monkeypatch.setattr(tunables, "COMPILED_SIZE", least)
     rng, n = np.random.default_rng(3), 12
     sizes = 1e-8 * 2.0 ** -rng.permutation(n)
     a = np.ones((n, 1)) + sizes * np.linalg.qr(rng.normal(size=(n, n)))[0]

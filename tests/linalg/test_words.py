@@ -225,7 +225,8 @@ def test_qr_with_pivoting(grid, dtype, deals, mode):
             *_, p = linalg.qr(x, mode=mode, pivoting=True)
         costs, order, sound = counting(grid, deal), p.gather(), not dependent or n < 2
         if grid.size > 1:  # else it is one call of LAPACK
-            formulas.pivoted(costs, layout, shape, order=order, mode=mode, trees=trees, sound=sound)
+            workers = matrices.at_work(grid, "pivoted")
+            formulas.pivoted(costs, layout, shape, order=order, mode=mode, trees=trees, sound=sound, workers=workers)
             equal(book, costs, grid, (shape, deal, layout, mode))
 
 
