@@ -18,8 +18,8 @@ THREADS = 2
 COLUMNS = {4: 8, 8: 16}
 """The most columns of which a loop is faster, by the bytes of a number: on an EPYC it took 0.25 ns for an element of
 the matrix with one column in float64, 0.8 with eight and 1.2 with 16, where BLAS took 0.75, 1.3 and 1.5."""
-LENGTH = 512
-"""Columns of the matrix that are read at a time: so much of four rows and of two columns stays in a core's cache."""
+LENGTH = 1024
+"""Columns of the matrix that are read at a time: so much of four rows and of four columns stays in a core's cache."""
 CORNER = 32
 """Rows of a triangle that are solved one by one."""
 
@@ -50,38 +50,81 @@ def _rows_by_columns(
 ) -> None:  # fmt: skip
     """y[first:end] -= A x, for at most LENGTH columns of A, whose corner is at [top, left]; x is turned[:, start:].
 
-    Four rows of A are multiplied by two columns of x at a time.  The last ones may overlap those before them, which
-    then count once.
+    Four rows of A are multiplied by four columns of x at a time, or by two where there are fewer.  The last ones may
+    overlap those before them, which then count once.
     """
-    zero, wide = turned.dtype.type(0), turned.shape[0]
+    wide, stop = turned.shape[0], start + length
     for turn in range((end - first + 3) // 4):
         i = max(0, min(4 * turn, end - first - 4))
         done, rows = 4 * turn - i, min(4, end - first)
         p, q = a[top + i], a[top + min(i + 1, i + rows - 1)]
         r, s = a[top + min(i + 2, i + rows - 1)], a[top + i + rows - 1]
         p, q, r, s = p[left : left + length], q[left : left + length], r[left : left + length], s[left : left + length]
-        for pair in range((wide + 1) // 2):
-            j = max(0, min(2 * pair, wide - 2))
-            u, v = turned[j], turned[min(j + 1, wide - 1)]
-            u, v = u[start : start + length], v[start : start + length]
-            pu, pv, qu, qv, ru, rv, su, sv = zero, zero, zero, zero, zero, zero, zero, zero
-            for k in range(length):
-                b, c = u[k], v[k]
-                pu += p[k] * b
-                pv += p[k] * c
-                qu += q[k] * b
-                qv += q[k] * c
-                ru += r[k] * b
-                rv += r[k] * c
-                su += s[k] * b
-                sv += s[k] * c
-            sums = ((pu, pv), (qu, qv), (ru, rv), (su, sv))
+        if wide < 4:
+            for pair in range((wide + 1) // 2):
+                j = max(0, min(2 * pair, wide - 2))
+                u, v = turned[j], turned[min(j + 1, wide - 1)]
+                found = _four_by_two(p, q, r, s, u[start:stop], v[start:stop])
+                for row in range(done, rows):
+                    both = found[row]
+                    if j == 2 * pair:
+                        y[first + i + row, j] -= both[0]
+                    if wide > 1:
+                        y[first + i + row, j + 1] -= both[1]
+            continue
+        for four in range((wide + 3) // 4):
+            j = min(4 * four, wide - 4)
+            t, u, v, w = turned[j], turned[j + 1], turned[j + 2], turned[j + 3]
+            sums = _four_by_four(p, q, r, s, t[start:stop], u[start:stop], v[start:stop], w[start:stop])
             for row in range(done, rows):
-                both = sums[row]
-                if j == 2 * pair:
-                    y[first + i + row, j] -= both[0]
-                if wide > 1:
-                    y[first + i + row, j + 1] -= both[1]
+                each = sums[row]
+                for k in range(4 * four - j, 4):
+                    y[first + i + row, j + k] -= each[k]
+
+
+@compiled.loop(sums=True)
+def _four_by_two(p: Any, q: Any, r: Any, s: Any, u: Any, v: Any) -> Any:
+    """Return the products of four rows with two columns."""
+    zero = p.dtype.type(0)
+    pu, pv, qu, qv, ru, rv, su, sv = zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(len(p)):
+        b, c = u[k], v[k]
+        pu += p[k] * b
+        pv += p[k] * c
+        qu += q[k] * b
+        qv += q[k] * c
+        ru += r[k] * b
+        rv += r[k] * c
+        su += s[k] * b
+        sv += s[k] * c
+    return (pu, pv), (qu, qv), (ru, rv), (su, sv)
+
+
+@compiled.loop(sums=True)
+def _four_by_four(p: Any, q: Any, r: Any, s: Any, t: Any, u: Any, v: Any, w: Any) -> Any:
+    """Return the products of four rows with four columns."""
+    zero = p.dtype.type(0)
+    pt, pu, pv, pw, qt, qu, qv, qw = zero, zero, zero, zero, zero, zero, zero, zero
+    rt, ru, rv, rw, st, su, sv, sw = zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(len(p)):
+        b, c, d, e = t[k], u[k], v[k], w[k]
+        pt += p[k] * b
+        pu += p[k] * c
+        pv += p[k] * d
+        pw += p[k] * e
+        qt += q[k] * b
+        qu += q[k] * c
+        qv += q[k] * d
+        qw += q[k] * e
+        rt += r[k] * b
+        ru += r[k] * c
+        rv += r[k] * d
+        rw += r[k] * e
+        st += s[k] * b
+        su += s[k] * c
+        sv += s[k] * d
+        sw += s[k] * e
+    return (pt, pu, pv, pw), (qt, qu, qv, qw), (rt, ru, rv, rw), (st, su, sv, sw)
 
 
 @compiled.loop(sums=True)
