@@ -27,6 +27,7 @@ from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.linalg import factors, spectral, systems
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
+from parlinalg.linalg.matrices import as_matrix
 
 
 def adjoint(a: DistArray) -> DistArray:
@@ -500,8 +501,8 @@ _right = known(
 
 
 # A function that reads lower triangles has a Hermitian gradient, which belongs to both triangles.
-_mirrored = known("eigh", "x found", x=lambda g: g)
-as_op(spectral.mirrored)(lambda x: _mirrored(x, spectral.mirrored(x.data)))
+_mirrored = known("eigh", "x found", x=hermitian)
+as_op(spectral.mirrored)(lambda x, name="eigh": _mirrored(x, spectral.mirrored(x.data, name)))
 
 
 @as_op(linalg.eigh)
@@ -509,7 +510,7 @@ def eigh(x: Any, /, b: Any = None, *, subset_by_index: Any = None, subset_by_val
     """Return the eigenvalues and eigenvectors of Hermitian matrices; derivatives of some need all vectors."""
     if b is not None:
         return spectral.generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    choose = spectral._chooser(x.data, "eigh", subset_by_index, subset_by_value)
+    choose = spectral._chooser(as_matrix(x.data, "eigh", square=True), "eigh", subset_by_index, subset_by_value)
     w, v = linalg.eigh(x.data)
     if subset_by_index is subset_by_value is None:
         return spectral.EighResult(_eigenvalues(x, w, v, 0), _eigenvectors(x, v, w, v, 0))

@@ -227,6 +227,22 @@ def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> N
     assert counted.times == 1
 
 
+def test_hermitian_of_numpy(widest: Grid) -> None:
+    """The gradient by matrices of which lower triangles are read is Hermitian."""
+    for function in (np.linalg.pinv, lambda x, hermitian: np.linalg.svd(x, hermitian=hermitian)[1]):
+        x = tensor(spaced(4, 4, dtype=complex), widest, Layout(None, None))
+        pla.check_gradients(lambda x: function(hermitian(x), hermitian=True), [x], tol=1e-6, directions=2)
+        function(x, hermitian=True).real.sum().backward()
+        close(x.grad.gather(), x.grad.gather().conj().T, 1e-12)
+
+
+def test_what_is_no_matrix(widest: Grid) -> None:
+    for function in (linalg.eigh, linalg.eigvalsh, np.linalg.eigh):
+        for shape in ((), (3,), (2, 3)):
+            with pytest.raises(np.linalg.LinAlgError, match="eigh takes"):
+                function(tensor(np.ones(shape), widest, Layout(*[None] * len(shape))))
+
+
 def test_saved_arrays_of_factors_pass_hooks(widest: Grid) -> None:
     """The tiles of a factorization are saved arrays as others are, and nothing else is saved."""
     from parlinalg.autograd import saved_arrays_hooks
