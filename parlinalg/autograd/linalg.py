@@ -25,7 +25,7 @@ from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
-from parlinalg.linalg import factors, spectral, systems
+from parlinalg.linalg import factors, spectral, stacks, systems
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 from parlinalg.linalg.matrices import as_matrix
 
@@ -345,12 +345,13 @@ class TensorFactor:
 
     Parameters
     ----------
-    a : Tensor [..., m, n]
+    a : Tensor [..., m, n] or None
+        None of a constant matrix.
     factor : Factor or FactorStack
         The factorization of its value.
     """
 
-    def __init__(self, a: Tensor, factor: Any) -> None:
+    def __init__(self, a: Any, factor: Any) -> None:
         self.a, self.factor, self.maker = a, factor, factor.maker
         self.grid, self.shape, self.dtype, self.layout = factor.grid, factor.shape, factor.dtype, factor.layout
 
@@ -431,6 +432,13 @@ class TensorQR(TensorFactor):
             return self.solve(b[:, None])[..., 0]
         return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R, 1.0))
 
+
+# A factorization of an array solves for tensors too, of which it is a constant.
+as_op(factors.LUFactor.solve, stacks.LUStack.solve)(
+    lambda factor, b, adjoint=False: TensorLU(None, factor).solve(b, adjoint)
+)
+as_op(factors.CholeskyFactor.solve, stacks.CholeskyStack.solve)(lambda factor, b: TensorCholesky(None, factor).solve(b))
+as_op(factors.QRFactor.solve, stacks.QRStack.solve)(lambda factor, b: TensorQR(None, factor).solve(b))
 
 as_op(linalg.cho_factor)(
     lambda a, block=None, *, depth=None: TensorCholesky(a, linalg.cho_factor(a.data, block, depth=depth))

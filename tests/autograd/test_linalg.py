@@ -227,6 +227,24 @@ def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> N
     assert counted.times == 1
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5), (13, 3, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_factors_of_constants(shape: tuple[int, ...], dtype: Any, widest: Grid) -> None:
+    """A factorization of an array solves for tensors, with the gradients of `solve` and `lstsq`."""
+    a, b = spaced(*shape, dtype=dtype), numbers(shape[-1], 2).astype(dtype)
+    x = cut(a @ a.conj().swapaxes(-1, -2), widest, Layout(*[None] * len(shape)))
+    for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor):
+        factor = make(x)
+        for side in (b, b[:, 0]):
+            y = tensor(side, widest, Layout(*[None] * side.ndim))
+            z = tensor(side, widest, Layout(*[None] * side.ndim))
+            (abs(factor.solve(y)) ** 2).sum().backward()
+            (abs(linalg.solve(x, z)) ** 2).sum().backward()
+            close(y.grad.gather(), z.grad.gather(), 1e-8)
+    adjoint = linalg.lu_solve(linalg.lu_factor(x), tensor(b, widest, Layout(None, None)), adjoint=True)
+    assert adjoint.requires_grad
+
+
 def test_hermitian_of_numpy(widest: Grid) -> None:
     """The gradient by matrices of which lower triangles are read is Hermitian."""
     for function in (np.linalg.pinv, lambda x, hermitian: np.linalg.svd(x, hermitian=hermitian)[1]):
