@@ -248,7 +248,7 @@ def test_factors_of_constants(shape: tuple[int, ...], dtype: Any, widest: Grid) 
 def test_hermitian_of_numpy(widest: Grid) -> None:
     """The gradient by matrices of which lower triangles are read is Hermitian."""
     for function in (np.linalg.pinv, lambda x, hermitian: np.linalg.svd(x, hermitian=hermitian)[1]):
-        x = tensor(spaced(4, 4, dtype=complex), widest, Layout(None, None))
+        x = tensor(spaced(4, 4, dtype=complex) + 6 * np.eye(4), widest, Layout(None, None))
         pla.check_gradients(lambda x: function(hermitian(x), hermitian=True), [x], tol=1e-6, directions=2)
         function(x, hermitian=True).real.sum().backward()
         close(x.grad.gather(), x.grad.gather().conj().T, 1e-12)
