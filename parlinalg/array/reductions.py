@@ -206,8 +206,10 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
     )
 
 
-def vector_norm(a: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool) -> DistArray:
+def vector_norm(a: DistArray, ord: Any, dims: tuple[int, ...], keepdims: bool) -> DistArray:
     """Return the norms of vectors, whose elements lie along any number of dims."""
+    if isinstance(ord, str):
+        raise ValueError(f"vector_norm takes a number for ord, not {ord!r}, which matrix_norm may know")
     a, finished = _measured(a)
     if ord in (math.inf, -math.inf):
         return finished(extreme_size(abs(a), ord, dims, keepdims))

@@ -25,8 +25,9 @@ from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
-from parlinalg.linalg import factors, spectral, systems
+from parlinalg.linalg import factors, spectral, stacks, systems
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
+from parlinalg.linalg.matrices import as_matrix
 
 
 def adjoint(a: DistArray) -> DistArray:
@@ -344,12 +345,13 @@ class TensorFactor:
 
     Parameters
     ----------
-    a : Tensor [..., m, n]
+    a : Tensor [..., m, n] or None
+        None of a constant matrix.
     factor : Factor or FactorStack
         The factorization of its value.
     """
 
-    def __init__(self, a: Tensor, factor: Any) -> None:
+    def __init__(self, a: Any, factor: Any) -> None:
         self.a, self.factor, self.maker = a, factor, factor.maker
         self.grid, self.shape, self.dtype, self.layout = factor.grid, factor.shape, factor.dtype, factor.layout
 
@@ -431,6 +433,13 @@ class TensorQR(TensorFactor):
         return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R, 1.0))
 
 
+# A factorization of an array solves for tensors too, of which it is a constant.
+as_op(factors.LUFactor.solve, stacks.LUStack.solve)(
+    lambda factor, b, adjoint=False: TensorLU(None, factor).solve(b, adjoint)
+)
+as_op(factors.CholeskyFactor.solve, stacks.CholeskyStack.solve)(lambda factor, b: TensorCholesky(None, factor).solve(b))
+as_op(factors.QRFactor.solve, stacks.QRStack.solve)(lambda factor, b: TensorQR(None, factor).solve(b))
+
 as_op(linalg.cho_factor)(
     lambda a, block=None, *, depth=None: TensorCholesky(a, linalg.cho_factor(a.data, block, depth=depth))
 )
@@ -500,8 +509,8 @@ _right = known(
 
 
 # A function that reads lower triangles has a Hermitian gradient, which belongs to both triangles.
-_mirrored = known("eigh", "x found", x=lambda g: g)
-as_op(spectral.mirrored)(lambda x: _mirrored(x, spectral.mirrored(x.data)))
+_mirrored = known("eigh", "x found", x=hermitian)
+as_op(spectral.mirrored)(lambda x, name="eigh": _mirrored(x, spectral.mirrored(x.data, name)))
 
 
 @as_op(linalg.eigh)
@@ -509,7 +518,7 @@ def eigh(x: Any, /, b: Any = None, *, subset_by_index: Any = None, subset_by_val
     """Return the eigenvalues and eigenvectors of Hermitian matrices; derivatives of some need all vectors."""
     if b is not None:
         return spectral.generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    choose = spectral._chooser(x.data, "eigh", subset_by_index, subset_by_value)
+    choose = spectral._chooser(as_matrix(x.data, "eigh", square=True), "eigh", subset_by_index, subset_by_value)
     w, v = linalg.eigh(x.data)
     if subset_by_index is subset_by_value is None:
         return spectral.EighResult(_eigenvalues(x, w, v, 0), _eigenvectors(x, v, w, v, 0))

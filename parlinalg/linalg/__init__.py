@@ -34,7 +34,7 @@ from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, s
 from parlinalg.linalg.least_squares import lstsq
 from parlinalg.linalg.matrices import LinAlgError
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
-from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, pinv, svd, svdvals
+from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, mirrored, pinv, svd, svdvals
 from parlinalg.linalg.systems import det, inv, slogdet, solve, solve_triangular
 from parlinalg.matmul import matmul
 
@@ -133,8 +133,6 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
 @of_arrays
 def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> DistArray:
     """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
-    if isinstance(ord, str):
-        raise ValueError(f"vector_norm takes a number for ord, not {ord!r}, which matrix_norm may know")
     return reductions.vector_norm(x, ord, tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim), keepdims)
 
 
@@ -205,6 +203,11 @@ def _triangle(a: DistArray, UPLO: str) -> DistArray:
     return a if UPLO in "Ll" else a.mT.conj().redistribute(a.layout)
 
 
+def _given(a: DistArray, hermitian: Any, name: str) -> DistArray:
+    """Return the matrices, or with NumPy's `hermitian` the Hermitian ones of which they have the lower triangles."""
+    return mirrored(a, name) if hermitian else a
+
+
 @handles(np.linalg.eigh)
 def _eigh(a: DistArray, UPLO: str = "L") -> Any:
     return eigh(_triangle(a, UPLO))
@@ -254,6 +257,7 @@ def _matrix_norm(x: DistArray, keepdims: Any = False, ord: Any = "fro") -> DistA
 
 @handles(np.linalg.svd)
 def _svd(a: DistArray, full_matrices: bool = True, compute_uv: bool = True, hermitian: bool = False) -> Any:
+    a = _given(a, hermitian, "svd")
     return svd(a, full_matrices=bool(full_matrices)) if compute_uv else svdvals(a)
 
 
@@ -261,7 +265,7 @@ def _svd(a: DistArray, full_matrices: bool = True, compute_uv: bool = True, herm
 def _pinv(a: DistArray, rcond: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
     if rcond is not None and rtol is not None:
         raise ValueError("np.linalg.pinv takes rcond or rtol, two names of one limit, not both")
-    return pinv(a, rtol=rcond if rtol is None else rtol)
+    return pinv(_given(a, hermitian, "pinv"), rtol=rcond if rtol is None else rtol)
 
 
 @handles(np.linalg.matrix_rank)
@@ -272,9 +276,10 @@ def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: A
         )
     if A.ndim < 2:  # a vector, or a number, has rank 1, unless it is 0
         return (A != 0).any().astype(np.int64)
+    A = _given(A, hermitian, "matrix_rank")
     if tol is None:
         return matrix_rank(A, rtol=rtol)
-    tol = tol[..., None] if np.ndim(tol) else tol  # one for every matrix
+    tol = tol[..., None] if isinstance(tol, DistArray) and tol.ndim else tol  # one for every matrix
     return sum(svdvals(A) > tol, axis=-1, dtype=np.int64)
 
 

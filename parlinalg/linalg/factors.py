@@ -83,8 +83,19 @@ class Factor:
         """Return the factorization with these tiles."""
         found = copy(self)
         found._t = t
-        found.__dict__.pop("L", None)
         return found
+
+    def __copy__(self) -> Any:
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} is no value to pickle or to copy deeply: its tiles belong to the grid.  Pickle A, and call "
+            f"{self.maker}(A) again, or the arrays that the factorization has"
+        )
 
     def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[Any, list[Numbers], DistArray]:
         """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix."""
@@ -111,6 +122,8 @@ class CholeskyFactor(Factor):
     """
 
     maker = "cho_factor"
+    _made: DistArray | None = None
+    """L where the factorization made it as the result, which it is then alone."""
 
     def __init__(
         self, a: DistArray, block: int | None = None, *, passing: bool = False, depth: int | None = None
@@ -149,7 +162,7 @@ class CholeskyFactor(Factor):
             )
         if target is not None or (self._whole and passing):
             found = self._t if target is None else target[0]
-            self.L = DistArray(found, self.shape, self.layout, self.grid)
+            self._made = DistArray(found, self.shape, self.layout, self.grid)
         elif tiles.D > 1 and not passing:  # solves work on one layer
             self.tiles = tiles.flat()
             have = tiles.places(self.rows, self.columns)
@@ -166,14 +179,17 @@ class CholeskyFactor(Factor):
             clear_above(t, *tiles.places(self.rows, self.columns)[self.grid.rank], tiles.size)
         return t
 
-    @cached_property
+    @property
     def L(self) -> DistArray:
-        """The lower triangular factor, in the layout of A."""
+        """The lower triangular factor, in the layout of A: an array of its own each time."""
+        if self._made is not None:
+            return self._made
         if self.grid.inside and not self._whole:  # what the factorization left above the diagonal
             clear_above(self._t, *self.tiles.places(self.rows, self.columns)[self.grid.rank], self.tiles.size)
         lower, shape = not self._whole, self.shape
         return self.tiles.home(self._t, self.rows, self.columns, shape, self.layout, lower=lower)  # type: ignore[arg-type]
 
+    @primitive
     def solve(self, b: DistArray) -> DistArray:
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
         n = self.shape[0]
@@ -350,6 +366,7 @@ class LUFactor(Factor):
         if self.zero is not None:
             raise LinAlgError(f"the matrix is singular: U[{self.zero}, {self.zero}] of its factorization is 0")
 
+    @primitive
     def solve(self, b: DistArray, adjoint: bool = False) -> DistArray:
         """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b."""
         self.check()
@@ -521,6 +538,7 @@ class QRFactor(Factor):
         found = int(self.tiles.worst([k - zeros[0] if len(zeros) else 0])[0])
         return k - found if found else None
 
+    @primitive
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b.
 

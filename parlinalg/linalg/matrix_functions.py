@@ -224,7 +224,7 @@ def sqrtm(x: DistArray, /) -> DistArray:
 
     A Hermitian matrix is taken apart by `eigh`, any other by its Schur form (Björck and Hammarling 1983; Deadman,
     Higham and Ralha 2013), whose root one rank finds (see `eig`; memory and time are alike).  Negative eigenvalues
-    within rounding of 0, n ε times the largest, count as 0.  The residual X X - A is of the size n ε ‖X‖².  The root
+    within rounding of 0, n ε ‖A‖, count as 0.  The residual X X - A is of the size n ε ‖X‖².  The root
     lies like A.
 
     Raises
@@ -281,17 +281,21 @@ def _principal(t: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
     """
     if not has_values(t):
         return shape_solver.square_root(t)
+    rounding = len(t) * float(np.finfo(t.dtype).eps) * float(np.linalg.norm(t))
     if t.dtype.kind != "c":
         negative = np.flatnonzero((values.imag == 0) & (values.real < 0))
         least = float(values.real[negative].min(initial=0))
-        if least < -len(t) * float(np.finfo(t.dtype).eps) * float(abs(values).max()):
+        if least < -rounding:
             return t, least
         t[negative, negative] = 0
-    return _root(t), 0.0
+    return _root(t, rounding), 0.0
 
 
-def _root(t: np.ndarray) -> np.ndarray:
-    """Return the root of a Schur form; NaNs where there is none.  Halves are joined by a Sylvester equation."""
+def _root(t: np.ndarray, rounding: float) -> np.ndarray:
+    """Return the root of a Schur form; NaNs where there is none.  Halves are joined by a Sylvester equation.
+
+    Where eigenvalues of both halves are 0, so that the equation is singular, residuals up to `rounding` count as 0.
+    """
     n = len(t)
     if n == 1:
         return np.sqrt(t)
@@ -305,9 +309,15 @@ def _root(t: np.ndarray) -> np.ndarray:
     k = n // 2
     k += bool(t[k, k - 1])
     found = np.zeros_like(t, order="F")
-    found[:k, :k], found[k:, k:] = _root(t[:k, :k]), _root(t[k:, k:])
-    corner, scale, info = kernels.lapack("trsyl", t.dtype)(found[:k, :k], found[k:, k:], t[:k, k:])
-    found[:k, k:] = corner / scale if not info or not t[:k, k:].any() else np.nan
+    first, last, right = _root(t[:k, :k], rounding), _root(t[k:, k:], rounding), t[:k, k:]
+    corner, scale, info = kernels.lapack("trsyl", t.dtype)(first, last, right)
+    with np.errstate(all="ignore"):
+        corner /= scale
+        if info and abs(right).max() <= rounding:
+            corner[...] = 0
+        elif info and not abs(first @ corner + corner @ last - right).max() <= rounding:
+            corner[...] = np.nan
+    found[:k, :k], found[k:, k:], found[:k, k:] = first, last, corner
     return found
 
 

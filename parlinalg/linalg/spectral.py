@@ -160,9 +160,9 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
 
 
 @primitive
-def mirrored(x: DistArray) -> DistArray:
+def mirrored(x: DistArray, name: str = "eigh") -> DistArray:
     """Return the Hermitian matrices with these lower triangles, in their layout; of diagonals the real parts count."""
-    x = as_matrix(x, "eigh", square=True)
+    x = as_matrix(x, name, square=True)
     lower = tril(x, k=-1)
     diagonal = tril(x) - lower
     if x.dtype.kind == "c":

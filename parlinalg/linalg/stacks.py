@@ -15,6 +15,7 @@ import numpy as np
 
 from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import computed
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to, tril
 from parlinalg.array.shapes import reshape
@@ -252,6 +253,7 @@ class CholeskyStack(FactorStack):
         """The lower triangular factors, in the layout of A."""
         return self._results(lambda f: f.L if self.together else f._t, self.shape[-2:])
 
+    @primitive
     def solve(self, b: DistArray) -> DistArray:
         """Return x of A x = b, for b of shape (n,) or (..., n, k), in the layout of b."""
         n = self.shape[-1]
@@ -267,6 +269,7 @@ class LUStack(FactorStack):
         a = as_matrix(a, "lu_factor")
         super().__init__(a, "lu_factor", lambda x: LUFactor(x, block), LocalLU)
 
+    @primitive
     def solve(self, b: DistArray, adjoint: bool = False) -> DistArray:
         """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (..., n, k), in the layout of b.
 
@@ -345,6 +348,7 @@ class QRStack(FactorStack):
         k = k if columns is None else whole("columns of Q", columns, 0, m)
         return self._results(lambda f: f.Q(k), (m, k))
 
+    @primitive
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (..., m, k), in the layout of b.
 

@@ -227,6 +227,40 @@ def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> N
     assert counted.times == 1
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5), (13, 3, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_factors_of_constants(shape: tuple[int, ...], dtype: Any, widest: Grid) -> None:
+    """A factorization of an array solves for tensors, with the gradients of `solve` and `lstsq`."""
+    a, b = spaced(*shape, dtype=dtype), numbers(shape[-1], 2).astype(dtype)
+    x = cut(a @ a.conj().swapaxes(-1, -2), widest, Layout(*[None] * len(shape)))
+    for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor):
+        factor = make(x)
+        for side in (b, b[:, 0]):
+            y = tensor(side, widest, Layout(*[None] * side.ndim))
+            z = tensor(side, widest, Layout(*[None] * side.ndim))
+            (abs(factor.solve(y)) ** 2).sum().backward()
+            (abs(linalg.solve(x, z)) ** 2).sum().backward()
+            close(y.grad.gather(), z.grad.gather(), 1e-8)
+    adjoint = linalg.lu_solve(linalg.lu_factor(x), tensor(b, widest, Layout(None, None)), adjoint=True)
+    assert adjoint.requires_grad
+
+
+def test_hermitian_of_numpy(widest: Grid) -> None:
+    """The gradient by matrices of which lower triangles are read is Hermitian."""
+    for function in (np.linalg.pinv, lambda x, hermitian: np.linalg.svd(x, hermitian=hermitian)[1]):
+        x = tensor(spaced(4, 4, dtype=complex) + 6 * np.eye(4), widest, Layout(None, None))
+        pla.check_gradients(lambda x: function(hermitian(x), hermitian=True), [x], tol=1e-6, directions=2)
+        function(x, hermitian=True).real.sum().backward()
+        close(x.grad.gather(), x.grad.gather().conj().T, 1e-12)
+
+
+def test_what_is_no_matrix(widest: Grid) -> None:
+    for function in (linalg.eigh, linalg.eigvalsh, np.linalg.eigh):
+        for shape in ((), (3,), (2, 3)):
+            with pytest.raises(np.linalg.LinAlgError, match="eigh takes"):
+                function(tensor(np.ones(shape), widest, Layout(*[None] * len(shape))))
+
+
 def test_saved_arrays_of_factors_pass_hooks(widest: Grid) -> None:
     """The tiles of a factorization are saved arrays as others are, and nothing else is saved."""
     from parlinalg.autograd import saved_arrays_hooks

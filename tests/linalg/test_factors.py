@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from copy import copy, deepcopy
 
 import numpy as np
 import pytest
@@ -600,6 +602,23 @@ def test_the_trip_to_tiles_receives_what_is_lacking(grid):
         with pla.ledger(grid) as book:
             check(form.home(block, rows, columns, a.shape, layout), a)
         assert book.words.total() == len(have[0]) * len(have[1]) - known[0] * known[1]
+
+
+def test_factors_are_values(grid):
+    """What a factor object returns is an array of its own; it is not pickled, and says what to do instead."""
+    a = np.eye(9) * 4 + np.add.outer(np.arange(9.0), np.arange(9.0)) / 9
+    for count in (None, 2, 13):
+        x = a if count is None else np.stack([a] * count)
+        factor = linalg.cho_factor(pla.distribute(x, grid, Layout(*[None] * x.ndim)))
+        lower = factor.L
+        lower[...] = 7
+        same(factor.L, np.linalg.cholesky(x), 1e-13)
+        for kept, maker in ((factor, "cho_factor"), (linalg.lu_factor(factor.L), "lu_factor")):
+            for function in (pickle.dumps, deepcopy):
+                with pytest.raises(TypeError, match=rf"no value to pickle or to copy deeply.* call {maker}\(A\) again"):
+                    function(kept)
+            b = pla.ones((9, 2), grid, Layout(None, None))
+            same(copy(kept).solve(b), kept.solve(b).gather())
 
 
 @pytest.mark.mpi(min_size=2)

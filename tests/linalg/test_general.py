@@ -253,6 +253,25 @@ def test_bases(grid):
         linalg.orth(pla.ones((2, 3, 3), grid))
 
 
+def test_square_roots_of_singular_matrices(grid):
+    """Several eigenvalues of 0, exact or rounded, have a root where they are no Jordan block."""
+    u, v = np.array([1.0, -2, 3, 1, 0.5]), np.array([0.5, 1, 1, -1, 2])
+    s = np.random.default_rng(9).standard_normal((6, 6))
+    exact = np.array([[0.0, 0, 1], [0, 0, 2], [0, 0, 3]])
+    projection = s @ np.diag([1.0, 1, 1, 0, 0, 0]) @ np.linalg.inv(s)
+    between = np.array([[0.0, 1, 1], [0, 1, 1], [0, 0, 0]])
+    for a in (exact, between, np.outer(u, v) / (u @ v), projection):
+        for dtype in (float, complex):
+            root = linalg.sqrtm(pla.distribute(a.astype(dtype), grid, Layout(grid.axes, None)))
+            assert root.dtype == dtype
+            got = root.gather()
+            np.testing.assert_allclose(got @ got, a, atol=1e-12 * max(1, abs(got).max() ** 2))
+    for a in (np.array([[0.0, 1, 0], [0, 0, 0], [0, 0, 1]]), np.array([[0.0, 1, 2], [0, 1, 1], [0, 0, 0]])):
+        for dtype in (float, complex):
+            with pytest.raises(np.linalg.LinAlgError, match="singular and has no square root"):
+                linalg.sqrtm(pla.distribute(a.astype(dtype), grid, Layout(None, grid.axes)))
+
+
 @pytest.mark.parametrize("name", ["eig", "eigvals", "expm", "sqrtm", "polar", "orth", "null_space"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_odd_numbers(grid, name, value):

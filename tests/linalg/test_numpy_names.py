@@ -200,6 +200,38 @@ def test_ranks(grid):
         assert int(np.linalg.matrix_rank(placed(grid, vector))) == np.linalg.matrix_rank(vector)
 
 
+def test_hermitian_matrices(grid):
+    """With `hermitian` lower triangles are read, as NumPy reads them, and matrices are square."""
+    for dtype in (float, complex):
+        for shape in ((5, 5), (2, 5, 5)):
+            a = np.tril(random(*shape, dtype=dtype)) + np.triu(np.full((5, 5), 7.0), 1)
+            x = placed(grid, a, 1)
+            same(np.linalg.svd(x, compute_uv=False, hermitian=True), np.linalg.svd(a, True, False, True), 1e-12)
+            u, s, vh = (each.gather() for each in np.linalg.svd(x, hermitian=True))
+            lower = np.tril(a, -1)
+            np.testing.assert_allclose(
+                (u * s[..., None, :]) @ vh,
+                lower + lower.conj().swapaxes(-1, -2) + np.eye(5) * a.real,
+                atol=1e-12,
+            )
+            same(np.linalg.pinv(x, hermitian=True), np.linalg.pinv(a, hermitian=True), 1e-10)
+            same(np.linalg.matrix_rank(x, hermitian=True), np.linalg.matrix_rank(a, hermitian=True))
+    wide = placed(grid, random(2, 3))
+    for function in (np.linalg.svd, np.linalg.pinv, np.linalg.matrix_rank):
+        with pytest.raises(np.linalg.LinAlgError, match=rf"{function.__name__} takes square matrices"):
+            function(wide, hermitian=True)
+
+
+def test_odd_tolerances_and_orders(grid):
+    x = placed(grid, random(2, 3, 3))
+    with pytest.raises(TypeError, match=r"takes DistArrays and scalars, not list; parlinalg\.asarray makes"):
+        np.linalg.matrix_rank(x, [0.1, 0.2])
+    for given in (x, pla.Tensor(x)):
+        for norm in (np.linalg.vector_norm, linalg.vector_norm):
+            with pytest.raises(ValueError, match="vector_norm takes a number for ord, not 'fro'"):
+                norm(given, ord="fro")
+
+
 def test_solutions_lie_like_the_right_hand_side(grid):
     a = random(7, 7) + 7 * np.eye(7)
     for seed in range(4):
