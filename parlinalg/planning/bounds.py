@@ -145,7 +145,21 @@ class Bounds:
         return seconds, int(least)
 
     def floors(self, c: Candidate) -> list[Floor]:
-        """Return what each stage takes at the least, by traces of the layers of one copy of the model."""
+        """Return what each stage takes at the least, by traces of the layers of one copy of the model.
+
+        A stage keeps at least what its layers keep.  A part's `kept` is what its rules save and its output is, less the
+        output.  A layer gets from those before it nothing but their output (weights are not counted, and positions are
+        on the host), and what its operations make is new memory.  So two layers save nothing in common but an output
+        between them: it is left out of the first one's bytes, and is among the second one's once, if that saves it.
+        Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
+        Copies, and ZeRO's gathered weights, only add.
+
+        This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of
+        something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
+        the output.  Experts have as many places on each rank as on one copy, or more where they are cut unevenly, as
+        their queues are by sequence; where tokens could go by either of two ways (2D with experts on another axis) the
+        way is chosen by words, so that one copy may take another one, for which this is an observation.
+        """
         model, share = self.model, self._sharing(c)
         parts, every = model.layers_of_one_copy(c), model.on_one_rank(c.dtype, None, True)
         alone = model.alone(c.dtype)
