@@ -23,6 +23,7 @@ from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.parts import Part
 from parlinalg.planning.predictor import Planned, Predictor
 from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Start, Trace
+from parlinalg.planning.traced_model import TracedModel
 from parlinalg.train.config import TensorConfig, parse
 
 HALF = 2  # bytes of a 16-bit float
@@ -114,7 +115,7 @@ class Run:
         )  # fmt: skip
 
     def predict(
-        self, machine: Machine, kind: type[Predictor] = Predictor, known: dict[str, Part] | None = None
+        self, machine: Machine, kind: type[TracedModel] = TracedModel, known: dict[str, Part] | None = None
     ) -> Planned:
         """Return the step on a machine, by the trace of the library's program or of another software's kernels.
 
@@ -125,7 +126,7 @@ class Run:
             made.run = self
         if isinstance(made, Traced):
             made.known = {} if known is None else known
-        return made.full(self.candidate())
+        return Predictor(made).full(self.candidate())
 
     def predict_fused(self, machine: Machine) -> tuple[Planned, Planned]:
         """Return the step of the library's program on a machine, without and with fused attention."""
@@ -134,8 +135,8 @@ class Run:
 
 
 # ------------------------------------------------------------------------------------------------ other kernels
-class Traced(Predictor):
-    """Predictor that take known traces again: they do not depend on the machine's figures."""
+class Traced(TracedModel):
+    """Models that take known traces again: they do not depend on the machine's figures."""
 
     known: dict[str, Part]
 
@@ -146,7 +147,7 @@ class Traced(Predictor):
         return self.known[key]
 
 
-class Megatron(Predictor):
+class Megatron(TracedModel):
     """Traces with Megatron-LM's kernels of 2021 and 2022 in place of the library's.
 
     - Attention: products of all pairs in 16 bits, masked ones too, and scores in memory: one kernel for scale, mask and
@@ -435,10 +436,10 @@ def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
     ranked = []
     for run in runs:
         if run.microbatch not in layers:
-            predictor = Predictor(parse(run.configuration()), run.ranks, machine, run.batch)
-            parts = predictor._layers(run.candidate(), bound=True)
-            layers[run.microbatch] = sum(predictor.seconds(p, s) for p in parts for s in ("forward", "backward"))
-            if predictor.estimate(replace(run, chunks=1).candidate()).bytes > 0.92 * machine.memory:
+            model = TracedModel(parse(run.configuration()), run.ranks, machine, run.batch)
+            parts = model.layers_of_one_copy(run.candidate())
+            layers[run.microbatch] = sum(model.seconds(p, s) for p in parts for s in ("forward", "backward"))
+            if Predictor(model).estimate(replace(run, chunks=1).candidate()).bytes > 0.92 * machine.memory:
                 layers[run.microbatch] = math.inf
         passes = run.microbatches + (run.pipeline - 1) / run.chunks
         ranked.append((layers[run.microbatch] / run.pipeline * passes, run))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parlinalg.planning.candidates import Frame, mode_of
-from parlinalg.planning.predictor import Predictor
+from parlinalg.planning.traced_model import TracedModel
 from parlinalg.schemes.words import scheme_words
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import TensorConfig
@@ -30,26 +30,26 @@ class Guesses:
     are the products alone.
     """
 
-    def __init__(self, predictor: Predictor) -> None:
-        self.predictor, self.machine, config = predictor, predictor.machine, predictor.config
+    def __init__(self, model: TracedModel) -> None:
+        self.model, self.machine, config = model, model.machine, model.config
         self.dtype = config.precision.dtype
-        self.part, flops = predictor.alone(self.dtype), predictor.linear_flops(self.dtype)
-        self.layers = max(1, predictor.depth - 2)
-        self.products = flops / predictor.ranks / self.machine.best_rate(self.dtype or config.dtype)
+        self.part, flops = model.alone(self.dtype), model.linear_flops(self.dtype)
+        self.layers = max(1, model.depth - 2)
+        self.products = flops / model.ranks / self.machine.best_rate(self.dtype or config.dtype)
         self.itemsize = ITEMSIZE.get(self.dtype or config.dtype, 4)
         self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
-        self.length = predictor.inputs.length
+        self.length = model.inputs.length
         self.kept: dict[str | None, tuple[float, float]] = {}
         self._words: dict[TensorConfig, tuple[float, float]] = {}
         self._byte: dict[tuple[str, int], float] = {}
 
     def __call__(self, frame: Frame, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
         data, pipeline, sequence, ulysses, tensor = frame
-        width, predictor = sequence * (tensor.ranks or 1), self.predictor
+        width, model = sequence * (tensor.ranks or 1), self.model
         weights = (self.part.weights + self.part.gradients) / pipeline / (tensor.ranks or 1)
         states = self.part.states / pipeline / (tensor.ranks or 1) / data
         fixed, per_row = self._tensor(tensor)
-        each = predictor.batch / data / sequence  # rows of a step
+        each = model.batch / data / sequence  # rows of a step
         layers = self.layers / pipeline
         byte = self.byte("all_gather", width) * self.itemsize
         attention = 0.0
@@ -59,11 +59,11 @@ class Guesses:
                 attention += 8 * own * self.byte("all_to_all", min(width, ulysses * (tensor.ranks or 1)))
             if sequence > ulysses:
                 attention += 6 * own * (sequence // ulysses) * self.byte("send", width)
-        reduce = 2 * (self.part.gradients / pipeline / (tensor.ranks or 1)) * self.byte("all_gather", predictor.ranks)
+        reduce = 2 * (self.part.gradients / pipeline / (tensor.ranks or 1)) * self.byte("all_gather", model.ranks)
         best = Guess(math.inf, counts[0], recompute[0])
         for again in recompute:
             if again not in self.kept:
-                self.kept[again] = predictor.kept_by(again)
+                self.kept[again] = model.kept_by(again)
             kept, output = self.kept[again]
             more = 4 / 3 if again == "block" else 1.03 if again == "attention" else 1.0
             for count in _few(counts):
@@ -72,7 +72,7 @@ class Guesses:
                 bubble = (pipeline - 1) / count
                 seconds = (passes + moved) * (1 + bubble) + (reduce if data > 1 else 0.0) * 0.5
                 flight = min(count, pipeline)
-                held = predictor.batch / data / count * layers * (kept if again != "block" else output) * flight / width
+                held = model.batch / data / count * layers * (kept if again != "block" else output) * flight / width
                 if held + weights + states > limit:  # behind all that seem to fit
                     seconds *= 10 * (held + weights + states) / limit
                 if seconds < best.seconds:
@@ -97,9 +97,9 @@ class Guesses:
     def byte(self, op: str, ranks: int) -> float:
         """Return the seconds of a byte in an operation among ranks that are next to each other."""
         if (op, ranks) not in self._byte:
-            predictor, n = self.predictor, 2 if op == "send" else ranks
-            local = max(1, min(n, predictor.node if ranks <= predictor.node or op != "send" else 1))
-            cost = self.machine.transfer(op, 1e7, n, local, predictor.node, predictor.ranks).total if ranks > 1 else 0.0
+            model, n = self.model, 2 if op == "send" else ranks
+            local = max(1, min(n, model.node if ranks <= model.node or op != "send" else 1))
+            cost = self.machine.transfer(op, 1e7, n, local, model.node, model.ranks).total if ranks > 1 else 0.0
             self._byte[op, ranks] = cost / 1e7
         return self._byte[op, ranks]
 

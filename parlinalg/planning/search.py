@@ -1,12 +1,12 @@
 """The search for the fastest way to train a model on so many ranks of a machine.
 
-Each candidate is judged in up to four steps (`Predictor`):
+Each candidate is judged in up to four steps (`Bounds`, `Predictor`):
 
 1. A bound without a trace.  Products of a step are at least the model's linear ones, which the ranks share, at the
    machine's best rate.  Bytes at rest are at least the mean of what the ranks hold together.
 2. A bound by parts: the model's distinct layers are traced on one copy of the model, without ZeRO.  A rank runs its
-   layers one after the other for each microbatch, so that their times add up to less than the step (`time_bound`).
-   With what the layers hold follows what must be offloaded at least, and how long its copies take (`bounds`).
+   layers one after the other for each microbatch, so that their times add up to less than the step (`Bounds.seconds`).
+   With what the layers hold follows what must be offloaded at least, and how long its copies take (`Bounds.within`).
 3. An estimate by parts, with reductions, updates and the pipeline's simulation.
 4. The trace of all layers of every distinct stage, timed by `timeline` or `pipeline_timeline` if it fits: this decides.
 
@@ -30,10 +30,12 @@ from time import perf_counter
 from typing import Any, SupportsIndex, TypeVar
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded, counted, enumerated
+from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import Candidate, Frame, Space, given_offload, implied, offload_sets
 from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.predictor import Held, Planned, Predictor
+from parlinalg.planning.traced_model import TracedModel, most_events
 from parlinalg.planning.training_plan import AS_FAST, TrainingPlan, why_slower
 from parlinalg.train.config import TrainingConfig, override, parse, read
 from parlinalg.units import format_bytes, parse_bytes
@@ -53,7 +55,7 @@ ROUNDS = 6  # of those near the fastest
 MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
 T = TypeVar("T")
 Predict = Callable[[Candidate], Planned]
-Hold = Callable[[Candidate], Held | Planned]
+Hold = Callable[[Candidate], Held]
 
 
 def plan_training(
@@ -113,16 +115,16 @@ def plan_training(
             "parallel.pipeline.tensor gives each rank of the pipeline a grid of its own, and a plan has one grid for "
             "all: give it as parallel.tensor, or leave it out; parlinalg train takes it as it is"
         )
-    predictor = Predictor(checked, ranks, found, batch)
-    space = Space(checked, given, ranks, batch, predictor.depth, _dtypes(checked, given, found))
-    search = _Search(predictor, space, limit, best, exhaustive)
+    model = TracedModel(checked, ranks, found, batch)
+    space = Space(checked, given, ranks, batch, model.depth, _dtypes(checked, given, found))
+    search = _Search(model, space, limit, best, exhaustive)
     if not search.candidates:
-        raise PlanError(_no_split(checked, given, ranks, batch, predictor.depth))
+        raise PlanError(_no_split(checked, given, ranks, batch, model.depth))
     planned = search.run()
-    predictor.warn(planned[0].candidate)
+    model.warn(planned[0].candidate)
     return TrainingPlan(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
-        search.traced, search.proven, perf_counter() - began, given, predictor.inputs.language,
+        search.traced, search.proven, perf_counter() - began, given, model.inputs.language,
     )  # fmt: skip
 
 
@@ -229,8 +231,9 @@ def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batc
 class _Search:
     """Candidates, and how far each was judged."""
 
-    def __init__(self, predictor: Predictor, space: Space, memory: int, best: int, exhaustive: bool) -> None:
-        self.predictor, self.space, self.memory, self.best, self.exhaustive = predictor, space, memory, best, exhaustive
+    def __init__(self, model: TracedModel, space: Space, memory: int, best: int, exhaustive: bool) -> None:
+        self.model, self.space, self.memory, self.best, self.exhaustive = model, space, memory, best, exhaustive
+        self.bounds, self.predictor = Bounds(model), Predictor(model)
         self.candidates = len(space)
         self.done: list[Planned] = []
         self.estimated: dict[Candidate, Planned] = {}
@@ -241,12 +244,12 @@ class _Search:
         self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
         self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
         self.least: list[tuple[int, str, Candidate]] = []  # what was traced and does not fit although it offloads
-        self.no_room: list[tuple[int, str, Held | Planned]] = []  # what would fit, but has no room for what it offloads
+        self.no_room: list[tuple[int, str, Held]] = []  # what would fit, but has no room for what it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.in_full: set[Candidate] = set()  # those traced so, whatever became of them
         self.proven = True
         self.unknown = False  # whether some cannot be imagined
-        self.limited = not exhaustive and (predictor.ranks > ALL or self.candidates > MANY or self._endless())
+        self.limited = not exhaustive and (model.ranks > ALL or self.candidates > MANY or self._endless())
 
     def run(self) -> list[Planned]:
         """Return the best, the fastest first."""
@@ -255,10 +258,10 @@ class _Search:
         else:
             fitting = []
             for n, c in enumerate(self.space):
-                if (need := self.predictor.memory_bound(c)) > self.memory:
+                if (need := self.bounds.static_memory(c)) > self.memory:
                     self.too_full.append((need, c, -1))
                 else:
-                    fitting.append((self.predictor.static_bound(c), n, c))
+                    fitting.append((self.bounds.static_seconds(c), n, c))
             if self.exhaustive:
                 for _, _, c in fitting:
                     self._full(c)
@@ -283,12 +286,12 @@ class _Search:
         most = 0
         for frame in kinds.values():
             with suppress(ParlinalgError):  # told when the candidate comes up
-                most = max(most, self.predictor.events_of_layer(next(self.space.steps(frame)), bound=True))
-        return most * (self.candidates + 4 * self.best * self.predictor.depth) > PROOF
+                most = max(most, most_events(self.model.layers_of_one_copy(next(self.space.steps(frame)))))
+        return most * (self.candidates + 4 * self.best * self.model.depth) > PROOF
 
     def _tired(self, share: float = 1.0) -> bool:
         """Return True if estimates have taken this share of the traces that they may take."""
-        return self.predictor.traces >= share * TRACES or self.predictor.events >= share * EVENTS
+        return self.model.traces >= share * TRACES or self.model.events >= share * EVENTS
 
     def _prove(self, fitting: Sequence[tuple[float, int, Candidate]]) -> None:
         """Trace candidates in the order of their bounds, until none that is left can be among the best, or too much."""
@@ -298,32 +301,32 @@ class _Search:
             bound, traced, n, c = heapq.heappop(heap)
             times = sorted(p.seconds for p in self.done)
             proven = len(times) >= self.best and bound > times[self.best - 1]
-            if not self.done and self.predictor.events > PROOF // 3:  # hardly anything fits, or nothing
-                self.limited, self.predictor.traces, self.predictor.events = True, 0, 0
+            if not self.done and self.model.events > PROOF // 3:  # hardly anything fits, or nothing
+                self.limited, self.model.traces, self.model.events = True, 0, 0
                 self._reach()
                 return
-            if proven or self.predictor.events > PROVE:  # more had to be traced than was foreseen
+            if proven or self.model.events > PROVE:  # more had to be traced than was foreseen
                 self.proven = proven
                 self.left = [(bound, c), *((b, other) for b, _, _, other in heap)]
                 return
             if traced:  # in parts, for its bound
                 self._full(c)
-            elif (found := self._asked(c, self._bounds)) is not None:
+            elif (found := self._asked(c, self._bounded)) is not None:
                 seconds, need = found
                 if need > self.memory:
                     self.too_full.append((need, c, -1))
                 else:
                     heapq.heappush(heap, (seconds, 1, n, c))
 
-    def _bounds(self, c: Candidate) -> tuple[float, int]:
-        return self.predictor.bounds(c, self.memory)
+    def _bounded(self, c: Candidate) -> tuple[float, int]:
+        return self.bounds.within(c, self.memory)
 
     def _reach(self) -> None:
         """Estimate the likeliest candidates and those near the fastest of them, and trace the first in full.
 
         Forms of tensor and sequence parallelism, each with and without a pipeline, take turns, so that each comes up.
         """
-        guess = Guesses(self.predictor)
+        guess = Guesses(self.model)
         guessed: dict[Frame, Guess] = {}
         numbers: dict[Frame, int] = {}
         recompute = self.space.recompute
@@ -333,7 +336,7 @@ class _Search:
                 continue
             sample = next(self.space.steps(frame))
             stages = self.space.stages(frame.data)
-            if (need := min(self.predictor.memory_bound(replace(sample, zero=z)) for z in stages)) > self.memory:
+            if (need := min(self.bounds.static_memory(replace(sample, zero=z)) for z in stages)) > self.memory:
                 self.crammed.append((need, frame, number))
             else:
                 guessed[frame] = guess(frame, self.space.counts(frame), recompute, self.memory)
@@ -348,11 +351,11 @@ class _Search:
                 break
             self._begin(frame, guessed[frame])
         self._climb(guessed)
-        if self.predictor.ranks <= ALL:  # beyond, traces and simulations take too long
+        if self.model.ranks <= ALL:  # beyond, traces and simulations take too long
             self._mend()
-        before = self.predictor.events
+        before = self.model.events
         for p in self._fitting()[: 4 * FULL]:
-            if self.done and self.predictor.events - before > EVENTS_FULL:
+            if self.done and self.model.events - before > EVENTS_FULL:
                 break
             if len(self.done) < max(FULL, min(self.best, 2 * FULL)):
                 self._full(p.candidate)
@@ -373,7 +376,7 @@ class _Search:
         one = min(1, most)
         tries = (one, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
         for zero, count, recompute in dict.fromkeys(tries):
-            if self.predictor.events >= EVENTS:
+            if self.model.events >= EVENTS:
                 return
             likely = [
                 c for c in steps
@@ -408,7 +411,7 @@ class _Search:
         None if the library refuses it, or a bound says that it is not among the best.
         """
         if c not in self.offloading:
-            if self.predictor.static_bound(c) > self._enough():
+            if self.bounds.static_seconds(c) > self._enough():
                 return None
             found = self._asked(c, self.predictor.estimate)
             if found is None:
@@ -420,8 +423,8 @@ class _Search:
             self.offloading[c] = other or found
         return self.offloading[c]
 
-    def _fits(self, p: Held | Planned) -> bool:
-        host, disk = self.predictor.machine.host, self.predictor.machine.disk
+    def _fits(self, p: Held) -> bool:
+        host, disk = self.model.machine.host, self.model.machine.disk
         beside = (not p.host or (host is not None and p.host <= host.memory)) and (
             not p.disk or (disk is not None and p.disk <= disk.size)
         )
@@ -434,10 +437,10 @@ class _Search:
         kinds with which it fits, nor farther places where nearer ones have room.  Only what fits is timed.  None if
         none fits; the least that it takes is noted.
         """
-        homes = self.predictor.homes
-        found: list[tuple[Candidate, Held | Planned]] = []
+        homes = self.model.homes
+        found: list[tuple[Candidate, Held]] = []
         enough: list[set[str]] = []
-        for chosen in offload_sets(self.predictor.kinds(c)):
+        for chosen in offload_sets(self.model.kinds(c)):
             if any(less <= implied(chosen) for less in enough):
                 continue
             near: list[tuple[int, ...]] = []
@@ -504,7 +507,7 @@ class _Search:
         for p in self._fitting():
             if p.candidate.pipeline > 1:
                 firsts.setdefault(p.candidate.frame, p)
-        most = self.predictor.traces + TRACES
+        most = self.model.traces + TRACES
         for frame, first in itertools.islice(firsts.items(), FULL):
             best: Planned | None = None
             while first is not best and self._more(most):
@@ -515,7 +518,7 @@ class _Search:
                 first = next(p for p in self._fitting() if p.candidate.frame == frame)
 
     def _more(self, most: int) -> bool:
-        return self.predictor.traces < most and self.predictor.events < EVENTS
+        return self.model.traces < most and self.model.events < EVENTS
 
     def _asked(self, c: Candidate, predict: Callable[[Candidate], T]) -> T | None:
         """Return what is predicted of a candidate; None if the library refuses the candidate, or cannot imagine it."""
@@ -562,27 +565,27 @@ class _Search:
             self.too_full.append((held.bytes, c, held.stage))
 
     def _nothing_fits(self) -> str:
-        before = self.predictor.events
+        before = self.model.events
         for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
-            if self.predictor.events - before < EVENTS_FULL:
+            if self.model.events - before < EVENTS_FULL:
                 self._full(p.candidate)
         if not self.too_full and self.crammed:
             need, frame, _ = min(self.crammed, key=lambda x: x[0])
             return (
-                f"no configuration on {self.predictor.ranks} ranks fits {format_bytes(self.memory)} a rank: the "
+                f"no configuration on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the "
                 f"weights, gradients and states alone need {format_bytes(need)}, in a form of {_kind(frame)}; give "
                 "more memory or more ranks"
             )
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
-            return f"no candidate can train this model on {self.predictor.ranks} ranks; {count} of them: {why}"
-        part, before, tried = self.limited, self.predictor.events, 0
+            return f"no candidate can train this model on {self.model.ranks} ranks; {count} of them: {why}"
+        part, before, tried = self.limited, self.model.events, 0
         for bound, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1]))):
             if stage >= 0:
                 continue
             if bound > min(self._needed(), default=(math.inf,))[0]:  # and all that follow
                 break
-            if tried == MOST_LEAST or (not self.limited and self.predictor.events - before > EVENTS):
+            if tried == MOST_LEAST or (not self.limited and self.model.events - before > EVENTS):
                 part = True
                 break
             tried += 1
@@ -590,11 +593,11 @@ class _Search:
         least = self._needed()
         if not least:
             why, count = self.refused.most_common(1)[0]
-            return f"no candidate can train this model on {self.predictor.ranks} ranks; {count} of them: {why}"
+            return f"no candidate can train this model on {self.model.ranks} ranks; {count} of them: {why}"
         need, _, c = min(least)
         of = f"none of the {counted(self.traced, 'configuration')} traced" if part else "no configuration"
         return (
-            f"{of} on {self.predictor.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
+            f"{of} on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
             f"{'they need' if part else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
             f"more ranks or a smaller batch{self._no_room()}"
         )
@@ -605,7 +608,7 @@ class _Search:
 
     def _no_room(self) -> str:
         """Return what would fit if host memory and disks had more room, as a clause; empty if nothing would."""
-        machine = self.predictor.machine
+        machine = self.model.machine
         rooms = (
             ("host memory", "host", 0 if machine.host is None else machine.host.memory),
             ("the disk", "disk", 0 if machine.disk is None else machine.disk.size),

@@ -25,12 +25,14 @@ from parlinalg.optim import Muon
 from parlinalg.pipeline.schedules import discover, make_schedule
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
+from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
 from parlinalg.planning.parts import Inputs, trace_part
-from parlinalg.planning.predictor import Predictor, dependencies
+from parlinalg.planning.predictor import Held, Predictor
 from parlinalg.planning.timeline import cut
 from parlinalg.planning.trace import Gemm
+from parlinalg.planning.traced_model import TracedModel, dependencies
 from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS
 from parlinalg.train.config import TensorConfig, load
@@ -94,14 +96,15 @@ def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
 @pytest.mark.one_in(3)
 def test_bounds_are_below_full_traces():
     config = {**GPT, "parallel": {"sequence": 1}, "zero": 0}
-    predictor = Predictor(load(config), 4, load_machine("v100"), 8)
-    space = list(Space(load(config), config, 4, 8, predictor.depth, [""]))
+    predictor = Predictor(TracedModel(load(config), 4, load_machine("v100"), 8))
+    bounds = Bounds(predictor.model)
+    space = list(Space(load(config), config, 4, 8, predictor.model.depth, [""]))
     assert {c.tensor.mode for c in space} >= {None, "1d", "2d"}
     assert {c.pipeline for c in space} == {1, 2, 4}
     for c in space[::5]:
         found = predictor.full(c)
-        assert predictor.static_bound(c) <= predictor.time_bound(c) <= found.seconds, c
-        assert predictor.memory_bound(c) <= found.bytes, c
+        assert bounds.static_seconds(c) <= bounds.seconds(c) <= found.seconds, c
+        assert bounds.static_memory(c) <= found.bytes, c
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -141,8 +144,8 @@ def test_a_form_that_is_given_whole_is_predicted():
     made = plan(8, "h100", precision="bfloat16", **given)
     assert made.candidates == made.traced == 1
     one = made.best[0]
-    predictor = Predictor(load({**GPT, **given}), 8, load_machine("h100"), 8)
-    assert one.rate * one.seconds * 8 == pytest.approx(predictor.model_flops)
+    predictor = Predictor(TracedModel(load({**GPT, **given}), 8, load_machine("h100"), 8))
+    assert one.rate * one.seconds * 8 == pytest.approx(predictor.model.flops)
     assert one.mfu == pytest.approx(one.rate / 7.3e14)
     rate = f"{one.throughput / 8:,.0f} tokens/s and {one.rate / 1e9:.3g} GFLOP/s"
     assert f"speed      {rate} a rank; MFU is of 730 TFLOP/s" in made.explain()
@@ -357,7 +360,7 @@ def test_pipelines_are_planned_without_a_network():
 
 def test_reasons_are_told_whole(monkeypatch):
     predictor = _predictor()
-    made = search._Search(predictor, Space(predictor.config, GPT, 4, 8, 8, [""]), 1 << 30, 1, False)
+    made = search._Search(predictor.model, Space(predictor.model.config, GPT, 4, 8, 8, [""]), 1 << 30, 1, False)
     for text, why in (
         ("model: GPT cannot be cut: 3 heads", "model: GPT cannot be cut"),
         ("a sequence of 3 tokens: give 4 (at x.py:3)", "a sequence of 3 tokens"),
@@ -401,7 +404,7 @@ def test_a_vocabulary_without_room_for_the_tokens_is_refused(tokens, tmp_path):
 def test_spans_of_what_is_offloaded(kinds):
     """They are those of its trace; where nothing comes or goes they are the part's own, which were timed before."""
     predictor = _predictor(LARGE, ranks=2, batch=16)
-    part = predictor.trace(_candidate(2).apply(predictor.config, 16), 2, 16)
+    part = predictor.model.trace(_candidate(2).apply(predictor.model.config, 16), 2, 16)
     for places in combinations(["host", "disk"] * len(kinds), len(kinds)):
         moved = part.offloaded(dict(zip(kinds, places, strict=True)), True)
         for name in ("forward", "backward", "update"):
@@ -414,10 +417,10 @@ def test_spans_of_what_is_offloaded(kinds):
 def test_the_least_products_of_classifiers(hidden):
     """The first layer, here nearly all of a model, gives no gradient to what is before it."""
     config = load({"model": {"name": "mlp", "hidden": hidden}, "batch_size": 64})
-    predictor = Predictor(config, 1, load_machine("v100"), 64)
-    events = trace_part(config, predictor.inputs, 1, 64).span("end").events
+    predictor = Predictor(TracedModel(config, 1, load_machine("v100"), 64))
+    events = trace_part(config, predictor.model.inputs, 1, 64).span("end").events
     flops = sum(e.flops for e in events if isinstance(e, Gemm))
-    assert flops / 2 < predictor.linear_flops(None) <= flops
+    assert flops / 2 < predictor.model.linear_flops(None) <= flops
 
 
 @pytest.mark.parametrize(("first", "other"), [("1f1b", "gpipe"), ("zb-h1", "chimera")])
@@ -425,9 +428,9 @@ def test_schedules_share_the_traces_of_stages(first, other):
     predictor = _predictor()
     c = _candidate(2, 2, zero=1, microbatches=4, schedule=first)
     predictor.full(c)
-    before = predictor.traces
+    before = predictor.model.traces
     found = predictor.full(replace(c, schedule=other))
-    assert predictor.traces == before
+    assert predictor.model.traces == before
     assert found == _predictor().full(replace(c, schedule=other))
 
 
@@ -465,7 +468,7 @@ BIG = {
 )  # fmt: skip
 def test_long_stages_are_traced_by_few_layers(form, microbatches, zero):
     """What few and some more equal layers take says what many do: within 1% of a trace of all, and to the byte."""
-    predictor = Predictor(load(BIG), 8, load_machine("a100"), 64)
+    predictor = Predictor(TracedModel(load(BIG), 8, load_machine("a100"), 64))
     *sizes, tensor = form
     tensor = TensorConfig.parse("tensor", tensor or None)
     name = "1f1b" if sizes[1] > 1 else None
@@ -487,15 +490,15 @@ RING = {
 @pytest.mark.parametrize("data", [1, 2])
 def test_long_stages_of_many_events_are_traced_by_two_layers(monkeypatch, data):
     """A layer on a ring of 97 has tens of thousands of events: two of them say what all do."""
-    predictor = Predictor(load(RING), 16, load_machine("a100"), 4)
+    predictor = Predictor(TracedModel(load(RING), 16, load_machine("a100"), 4))
     c = Candidate(data, 1, 16 // data, 1, TensorConfig(), 0, 2, None, None, None, None, None, "zigzag")
     usual = predictor.stretched(c)
-    before = predictor.events
+    before = predictor.model.events
     monkeypatch.setattr("parlinalg.planning.predictor.HEAVY", 100)
     few = predictor.stretched(c)
     assert few.seconds == pytest.approx(usual.seconds, rel=1e-3)
     assert few.bytes == pytest.approx(usual.bytes, rel=0.01)
-    assert predictor.events - before < 0.3 * before
+    assert predictor.model.events - before < 0.3 * before
 
 
 def test_searches_end_where_traces_are_long(monkeypatch):
@@ -507,7 +510,7 @@ def test_searches_end_where_traces_are_long(monkeypatch):
         events.append(len(made.trace.events))
         return made
 
-    monkeypatch.setattr("parlinalg.planning.predictor.trace_part", counted)
+    monkeypatch.setattr("parlinalg.planning.traced_model.trace_part", counted)
     monkeypatch.setattr("parlinalg.planning.predictor.HEAVY", 500)
     monkeypatch.setattr(search, "EVENTS", 30_000)
     monkeypatch.setattr(search, "EVENTS_FULL", 15_000)
@@ -584,7 +587,7 @@ def test_a_pipeline_is_not_lost_by_the_schedule_it_is_begun_with(monkeypatch):
 
 
 def _predictor(model=AGAIN, ranks=4, machine="v100", batch=8, **more):
-    return Predictor(load({**GPT, "model": model, **more}), ranks, load_machine(machine), batch)
+    return Predictor(TracedModel(load({**GPT, "model": model, **more}), ranks, load_machine(machine), batch))
 
 
 def _candidate(data=1, pipeline=1, sequence=1, ulysses=1, zero=0, microbatches=1, tensor=None, **more):
@@ -599,20 +602,21 @@ def test_a_model_of_fewer_layers_is_traced_alike(layers):
     """Layers in a model without the others do what they do in the whole one."""
     model = {**AGAIN, "num_hidden_layers": 8}
     predictor = _predictor(model)
-    config = _candidate(2, tensor={"size": 2, "mode": "1d"}, zero=3).apply(predictor.config, 8)
-    fewer, there = predictor._fewer(config, layers, (0, 0))
+    config = _candidate(2, tensor={"size": 2, "mode": "1d"}, zero=3).apply(predictor.model.config, 8)
+    fewer, there = predictor.model.shortened(config, layers)
     assert fewer.model.options["num_hidden_layers"] < 8
     size, place = (16, 32), {"node": 8, "target": "gpu"}
     given = None
     if layers[0]:
-        given = trace_part(config, predictor.inputs, 4, 8, layers=(0, 1), update=False, **place).output
+        given = trace_part(config, predictor.model.inputs, 4, 8, layers=(0, 1), update=False, **place).output
     parts = [
-        trace_part(of, predictor.inputs, 4, 8, layers=at, given=given, **place)
+        trace_part(of, predictor.model.inputs, 4, 8, layers=at, given=given, **place)
         for of, at in ((config, layers), (fewer, there))
     ]
     assert parts[0] == parts[1], size
-    rest = trace_part(_candidate().apply(predictor.config, 8), predictor.inputs, 1, 1, node=1, target="gpu")
-    assert predictor.alone(None) == (rest.weights, rest.gradients, rest.states)
+    alone = _candidate().apply(predictor.model.config, 8)
+    rest = trace_part(alone, predictor.model.inputs, 1, 1, node=1, target="gpu")
+    assert predictor.model.alone(None) == (rest.weights, rest.gradients, rest.states)
 
 
 def test_all_synchronous_schedules_are_searched():
@@ -638,7 +642,7 @@ def test_more_microbatches_than_are_simulated_are_held(schedule):
     """GPipe holds all of them; Chimera as many as fill its two pipelines, and sums gradients over its replicas."""
     predictor = _predictor(batch=64)
     c = _candidate(2, 2, microbatches=32, schedule=schedule)
-    assert predictor._rounds(c) < c.microbatches
+    assert predictor.model.rounds(c) < c.microbatches
     short, whole = predictor.stretched(c), predictor.full(c)
     assert short.memory["activations"] == whole.memory["activations"]
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
@@ -655,7 +659,7 @@ def test_a_ring_is_traced_in_the_order_of_its_tokens(ulysses):
     c = _candidate(sequence=4 * ulysses, ulysses=ulysses)
     flops = {}
     for order in ORDERS:
-        part = predictor._whole(replace(c, order=order), replace(c, order=order).apply(predictor.config, 8), 8)
+        part = predictor.model.whole(replace(c, order=order))
         flops[order] = sum(e.flops for e in part.span("forward").events if isinstance(e, Gemm) and e.batch > 1)
     assert flops["zigzag"] < flops["contiguous"]
     assert flops["zigzag"] <= flops["striped"]
@@ -672,10 +676,10 @@ def test_memory_is_counted_once(zero, dtype):
     predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(2, zero=zero, dtype=dtype, microbatches=2)
     found = predictor.full(c)
-    (part,) = predictor._parts.values()
+    (part,) = predictor.model._parts.values()
     assert found.bytes == part.peak
     itemsize, whole = (4, 2) if dtype is None else (2, 3)
-    declared = [p for m in predictor._known_model(dtype)[1].modules() for p in m._parameters.values()]
+    declared = [p for m in predictor.model.declared(dtype)[1].modules() for p in m._parameters.values()]
     values = sum(math.prod(p.shape) for p in declared) * itemsize
     assert found.memory["weights"] == pytest.approx(values / (2 if zero == 3 else 1), rel=0.01)
     assert found.memory["states"] == pytest.approx(4 / itemsize * whole * values / (2 if zero else 1), rel=0.01)
@@ -779,7 +783,7 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
     predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(**form)
     bare = predictor.full(c)
-    assert predictor.kinds(c) == KINDS
+    assert predictor.model.kinds(c) == KINDS
     every = {kinds: predictor.full(replace(c, offload=_away(kinds))) for kinds in SETS}
     for kinds, p in every.items():
         assert p.seconds > bare.seconds
@@ -791,7 +795,7 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
             gone = {"parameters", "gradients"} & {*kinds}
             assert p.memory["gradients"] == (0 if gone else bare.memory["gradients"])
             assert (p.memory["activations"] < bare.memory["activations"]) == ("activations" in kinds)
-    link = predictor.machine.host.bandwidth
+    link = predictor.model.machine.host.bandwidth
     copied = every["optimizer",].seconds - bare.seconds
     assert copied == pytest.approx(2 * bare.memory["states"] / link, rel=0.02)
     if c.pipeline == 1:  # the first and only terms are taken away, and come once more for the update
@@ -808,7 +812,7 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
     with pytest.raises(PlanError, match=r"the least that would do is .* in host memory"):
         plan(2, memory=least - 1, best=1, global_batch=16, **_fixed(c))
     given = {**GPT, "model": LARGE, "offload": {"optimizer": "host"}}
-    assert Predictor(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
+    assert TracedModel(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
     assert Candidate.from_note(made.candidate.note()) == made.candidate
 
 
@@ -864,19 +868,21 @@ def test_bounds_where_memory_is_short_are_below_full_traces(model, form):
     """Whatever a rank may use, no set of kinds with which a candidate fits is faster than the bound, or smaller."""
     form = {"machine": "h100", **form}
     predictor = _predictor({**FEW, **model}, ranks=2, batch=16, machine=form.pop("machine"))
+    bounds = Bounds(predictor.model)
     c = replace(_candidate(**form), recompute={**FEW, **model}["recompute"])
-    sets = [(), *offload_sets(predictor.kinds(c))]
-    every = [predictor.full(replace(c, offload=_away(kinds, predictor.homes[0]))) for kinds in sets]
-    assert predictor.time_bound(c) == predictor.bounds(c, every[0].bytes)[0] <= every[0].seconds
+    sets = [(), *offload_sets(predictor.model.kinds(c))]
+    every = [predictor.full(replace(c, offload=_away(kinds, predictor.model.homes[0]))) for kinds in sets]
+    assert bounds.seconds(c) == bounds.within(c, every[0].bytes)[0] <= every[0].seconds
     for p in every:
-        assert predictor.held(p.candidate) == (p.memory, p.stage, p.host, p.disk, True)
-        seconds, need = predictor.bounds(c, p.bytes)
+        held = Held(memory=p.memory, stage=p.stage, host=p.host, disk=p.disk, traced=True)
+        assert predictor.held(p.candidate) == held
+        seconds, need = bounds.within(c, p.bytes)
         assert seconds <= min(q.seconds for q in every if q.bytes <= p.bytes)
         assert need <= p.bytes
-        given = predictor.bounds(p.candidate, p.bytes)  # where the configuration offloads it
+        given = bounds.within(p.candidate, p.bytes)  # where the configuration offloads it
         assert given[0] <= p.seconds
         assert given[1] <= p.bytes
-    seconds, need = predictor.bounds(c, 1)
+    seconds, need = bounds.within(c, 1)
     assert seconds == math.inf
     assert 1 < need <= min(p.bytes for p in every)
 
@@ -922,26 +928,26 @@ def test_a_disk_takes_what_host_memory_has_no_room_for(form):
 def test_values_that_zero_3_cuts_rest_elsewhere_and_gradients_stay():
     predictor = _predictor(LARGE, ranks=2, batch=16)
     c = _candidate(2, zero=3)
-    assert predictor.kinds(c) == KINDS[:3]
-    assert [predictor.kinds(replace(c, zero=z)) for z in (1, 2)] == [KINDS[:2]] * 2
+    assert predictor.model.kinds(c) == KINDS[:3]
+    assert [predictor.model.kinds(replace(c, zero=z)) for z in (1, 2)] == [KINDS[:2]] * 2
     bare, away = predictor.full(c), predictor.full(replace(c, offload=_away(["parameters"])))
     assert away.memory["weights"] == 0
     assert away.memory["gradients"] == bare.memory["gradients"] > 0
-    copies = 4 * bare.memory["weights"] / predictor.machine.host.bandwidth  # beside gathers that are in flight
+    copies = 4 * bare.memory["weights"] / predictor.model.machine.host.bandwidth  # beside gathers that are in flight
     assert 0.5 * copies < away.seconds - bare.seconds < 1.02 * copies
     for offload in ((), _away(KINDS[:3])):
-        assert predictor.memory_bound(c) <= predictor.full(replace(c, offload=offload)).bytes
+        assert Bounds(predictor.model).static_memory(c) <= predictor.full(replace(c, offload=offload)).bytes
 
 
 def test_what_the_library_does_not_offload_is_not_planned():
     late = {"parallel": {"pipeline": 2, "tensor": 1, "sequence": 1}, "schedule": {"name": "pipedream"}}
     c = _candidate(1, 2, microbatches=4, schedule="pipedream")
-    assert "parameters" not in _predictor(LARGE, ranks=2, batch=16, **late).kinds(c)
+    assert "parameters" not in _predictor(LARGE, ranks=2, batch=16, **late).model.kinds(c)
     cast = {"precision": {"dtype": "float16", "communicate": "32"}}
-    assert "gradients" not in _predictor(LARGE, ranks=2, batch=16, **cast).kinds(_candidate(2, dtype="float16"))
-    assert "gradients" in _predictor(LARGE, ranks=2, batch=16).kinds(_candidate(2))
+    assert "gradients" not in _predictor(LARGE, ranks=2, batch=16, **cast).model.kinds(_candidate(2, dtype="float16"))
+    assert "gradients" in _predictor(LARGE, ranks=2, batch=16).model.kinds(_candidate(2))
     muon = {"optimizer": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3}}
-    assert "optimizer" not in _predictor(LARGE, ranks=2, batch=16, **muon).kinds(_candidate(2))
+    assert "optimizer" not in _predictor(LARGE, ranks=2, batch=16, **muon).model.kinds(_candidate(2))
 
 
 @pytest.mark.one_in(3)
@@ -953,9 +959,9 @@ def test_what_is_planned_for_a_disk_trains_with_it(zero, tmp_path):
         "data": {"name": "text", "sequence_length": 32}, "zero": zero, "batch_size": 4, "dtype": "float32",
         "gradient_accumulation": 2, "parallel": {"pipeline": 1, "tensor": 1, "sequence": 1},
     }  # fmt: skip
-    predictor = Predictor(load(fixed), 2, load_machine("laptop"), 4)
-    c = next(iter(Space(load(fixed), fixed, 2, 4, predictor.depth, [""])))
-    kinds = [k for k in predictor.kinds(c) if k != "gradients"]
+    predictor = Predictor(TracedModel(load(fixed), 2, load_machine("laptop"), 4))
+    c = next(iter(Space(load(fixed), fixed, 2, 4, predictor.model.depth, [""])))
+    kinds = [k for k in predictor.model.kinds(c) if k != "gradients"]
     least = predictor.full(replace(c, offload=_away(kinds, "disk"))).bytes
     made = pla.plan_training(fixed, ranks=2, machine="laptop", memory=least, best=1)
     assert {place for _, place in made.best[0].candidate.offload} == {"disk"}

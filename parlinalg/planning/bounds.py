@@ -1,0 +1,260 @@
+"""Bounds of the time and memory of a candidate: what no step of it can be below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from parlinalg.pipeline.run import AHEAD
+from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.simulate import Costs
+from parlinalg.planning.candidates import Candidate, offload_sets
+from parlinalg.planning.parts import SPANS, in_transit, offload_moves
+from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
+
+WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
+
+
+class Floor(NamedTuple):
+    """Lower bounds of the bytes and seconds that a stage takes on a rank, if nothing is offloaded.
+
+    Attributes
+    ----------
+    rest : Rest
+    kept, ends : int
+        Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded.
+    transient, largest : int
+        As of `Part`.
+    forward, backward : float
+        Seconds of a pass.
+    """
+
+    rest: Rest
+    kept: int
+    ends: int
+    transient: int
+    largest: int
+    forward: float
+    backward: float
+
+
+class Copies(NamedTuple):
+    """Seconds of what is offloaded as it comes and goes in a stage's forward pass, backward pass and update."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+
+
+class Bounds:
+    """Lower bounds of candidates: without a trace, and by traces of the layers of one copy of the model."""
+
+    def __init__(self, model: TracedModel) -> None:
+        self.model = model
+        self._schedules: dict[tuple[int, str | None, int | None, int], tuple[Schedule | None, list[Cut]]] = {}
+
+    # -------------------------------------------------------------------------------------------- without a trace
+    def static_seconds(self, c: Candidate) -> float:
+        """Return seconds that no step of a candidate can be below, without a trace.
+
+        All ranks together make at least the products of the model with its weights, forward and twice backward: those
+        of attention's pairs are left out, as masked ones may be skipped.  One rank makes at least the mean, each
+        product no faster than the fastest of the machine.
+        """
+        model = self.model
+        dtype = c.dtype or model.config.dtype
+        return model.linear_flops(c.dtype) / model.ranks / model.machine.best_rate(dtype)
+
+    def static_memory(self, c: Candidate) -> int:
+        """Return bytes that the fullest rank of a candidate cannot be below, without a trace.
+
+        What may be offloaded aside, each weight, gradient and state is on at least one of the pipeline × tensor ranks
+        of a copy of the model; ZeRO's stages share states, gradients and weights between the data parallel ranks, and
+        experts and matrix-wise optimizers may share theirs between any.  The fullest rank holds at least the mean.
+        """
+        shares = (c.pipeline * n for n in self._sharing(c))
+        rest = Rest(*(n // share for n, share in zip(self.model.alone(c.dtype), shares, strict=True)))
+        return sum(self._left(c, rest, (*self.model.kinds(c), *dict(c.offload))))
+
+    def _sharing(self, c: Candidate) -> Rest:
+        """Return how many ranks share what a stage has at rest, at the most."""
+        config = self.model.config
+        ranks, every = c.tensor.ranks or 1, self.model.ranks // c.pipeline
+        if int(config.model.options.get("num_local_experts", 1)) > 1:
+            ranks = every
+
+        def share(stage: int) -> int:
+            return min(every, ranks * c.data) if c.zero >= stage else ranks
+
+        return Rest(share(3), share(2), every if config.optimizer.name in HOME else share(1))
+
+    def _left(self, c: Candidate, rest: Rest, kinds: Collection[str]) -> Rest:
+        """Return what is left at rest where kinds are offloaded, at the least."""
+        gone = (self.model.settles(c) or c.data == 1) and not {"parameters", "gradients"}.isdisjoint(kinds)
+        return Rest(
+            0 if "parameters" in kinds else rest.weights, 0 if gone else rest.gradients,
+            0 if "optimizer" in kinds else rest.states,
+        )  # fmt: skip
+
+    # -------------------------------------------------------------------------------------------- by layers
+    def seconds(self, c: Candidate) -> float:
+        """Return seconds that no step of a candidate can be below, by traces of its distinct layers.
+
+        A rank runs its layers one after the other, forward and backward, once for each microbatch.  Within them it
+        computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  A pipeline's
+        schedule is simulated with the sums of its stages' layers, without reductions and updates and with the quicker
+        messages of those within and between nodes.  Each end in a simulation is the largest of sums of costs, so that
+        it grows with every cost: one with costs that are too low is a bound of one with the costs as they are.  Where
+        ranks of a pipeline leave their cores to others, only what all compute together is certain.
+        """
+        stages = self.floors(c)
+        return self._least_seconds(c, stages, [Copies()] * len(stages))
+
+    def within(self, c: Candidate, memory: int) -> tuple[float, int]:
+        """Return seconds and bytes that no step of a candidate can be below in so much memory, by traces of its layers.
+
+        Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
+        does.  A rank waits for what comes and goes beside its passes.
+        """
+        stages = self.floors(c)
+        own, flight, messages = [[0]], [1], 0
+        schedule, cuts = self._pipeline(c)
+        if schedule is not None:
+            own = [[k.stage for k in chunks] for chunks in schedule.chunks]
+            flight = list(dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).held)
+            parts = self.model.layers_of_one_copy(c)
+            messages = AHEAD * max(parts[b - 1].message for _, b in cuts)
+        seconds, least = math.inf, math.inf
+        for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
+            away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
+            left = [self._left(c, stage.rest, kinds) for stage in stages]
+            kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
+            buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, strict=True)]
+            need = messages + max(
+                sum(sum(left[s]) for s in held) + n * max(kept[s] for s in held) + max(buffers[s] for s in held)
+                for n, held in zip(flight, own, strict=True)
+            )  # fmt: skip
+            least = min(least, need)
+            if need <= memory:
+                copies = [self._copies(c, kinds, stage.rest, n) for stage, (n, _) in zip(stages, away, strict=True)]
+                seconds = min(seconds, self._least_seconds(c, stages, copies))
+            if not kinds and seconds < math.inf:  # it fits
+                break
+        return seconds, int(least)
+
+    def floors(self, c: Candidate) -> list[Floor]:
+        """Return what each stage takes at the least, by traces of the layers of one copy of the model.
+
+        A stage keeps at least what its layers keep.  A part's `kept` is what its rules save and its output is, less the
+        output.  A layer gets from those before it nothing but their output (weights are not counted, and positions are
+        on the host), and what its operations make is new memory.  So two layers save nothing in common but an output
+        between them: it is left out of the first one's bytes, and is among the second one's once, if that saves it.
+        Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
+        Copies, and ZeRO's gathered weights, only add.
+
+        This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of
+        something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
+        the output.  Experts have as many places on each rank as on one copy, or more where they are cut unevenly, as
+        their queues are by sequence; where tokens could go by either of two ways (2D with experts on another axis) the
+        way is chosen by words, so that one copy may take another one, for which this is an observation.
+        """
+        model, share = self.model, self._sharing(c)
+        parts, every = model.layers_of_one_copy(c), model.on_one_rank(c.dtype, None, True)
+        alone = model.alone(c.dtype)
+        ratio = alone.gradients / max(1, alone.weights)
+        found = []
+        for a, b in self._pipeline(c)[1]:
+            rest = alone  # layers of one stage may share parameters
+            if c.pipeline > 1:
+                rest = Rest(*(sum(getattr(part, name) for part in every[a:b]) for name in Rest._fields))
+            own, last = parts[a:b], parts[b - 1]  # before its backward pass no gradient of the stage has its memory yet
+            found.append(
+                Floor(
+                    Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
+                    sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
+                    max(0, int(last.transient - ratio * sum(part.weights for part in own))),
+                    max(part.largest for part in every[a:b]) // share.weights,
+                    sum(model.seconds(part, "forward", quick=True) for part in own),
+                    sum(model.seconds(part, "backward", quick=True) for part in own),
+                )
+            )  # fmt: skip
+        return found
+
+    def _buffers(self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int]) -> int:
+        """Return the bytes of a stage that are neither at rest nor kept, at the least."""
+        terms = stage.rest.gradients if self.model.settles(c) else 0
+        kinds = {*kinds} - {"optimizer"}  # tiles are small
+        return stage.transient + in_transit(kinds, stage.rest.weights, terms, 0, *away, stage.largest)
+
+    def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
+        """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
+        model = self.model
+        moves = offload_moves(kinds, rest.weights, rest.gradients if model.settles(c) else 0, rest.states, away)
+        host, disk, places = model.machine.host, model.machine.disk, dict(c.offload)
+
+        def seconds(come: int, go: int, place: str) -> float:
+            made = (come + go) / host.bandwidth if host is not None and model.target == "gpu" else 0.0
+            return made + (come / disk.read + go / disk.write if disk is not None and place == "disk" else 0.0)
+
+        spent = dict.fromkeys(SPANS, 0.0)
+        for (span, kind), moved in moves.items():
+            spent[span] += min(seconds(*moved, p) for p in ([places[kind]] if places else model.homes))
+        return Copies(**spent)
+
+    def _away(self, c: Candidate) -> list[tuple[int, int]]:
+        """Return the bytes of activations that are offloaded in each stage, and those of a block, at the least.
+
+        Of equal blocks one and two are traced: what blocks share is offloaded once.
+        """
+        keys, bare = self.model.keys(c.dtype), self.model.layers_of_one_copy(c)
+        setup = self.model.one_copy(c)
+        found: list[int] = []
+        for i, key in enumerate(keys):
+            alike = next((j for j in (i - 1, i) if 0 <= j < len(keys) - 1 and keys[j] == keys[j + 1] == key), None)
+            if alike is None:
+                found.append(0)
+                continue
+            given = bare[alike - 1].output if alike else None
+            sizes = []
+            for n in (1, 2):
+                known = "away", n, setup.key, key, given
+                sizes.append(self.model.part(known, setup, layers=(alike, alike + n), given=given).away)
+            found.append(sizes[1] - sizes[0])
+        return [(sum(found[a:b]), max(found[a:b])) for a, b in self._pipeline(c)[1]]
+
+    def _least_seconds(self, c: Candidate, stages: Sequence[Floor], copies: Sequence[Copies]) -> float:
+        """Return the bound of a candidate's time with what comes and goes in each stage."""
+        model, rounds = self.model, c.microbatches
+        copied = sum(rounds * (own.forward + own.backward) + own.update for own in copies) / c.pipeline
+        crowd = replace(model.machine, bound=False).crowd(model.node, model.ranks)  # the mean, of unequal ranks
+        if c.pipeline > 1 and crowd > 1 and model.machine.overlap.receiving < 1:
+            return self.static_seconds(c) * crowd + copied
+        passes = rounds * sum(stage.forward + stage.backward for stage in stages) / c.pipeline
+        least = max(self.static_seconds(c), passes) + copied
+        schedule, _ = self._pipeline(c)
+        if schedule is None:
+            return least
+        backward = [stage.backward + own.backward for stage, own in zip(stages, copies, strict=True)]
+        places = (2,) if model.machine.network is None else (1, 2)
+        messages = [part.message for part in model.layers_of_one_copy(c)[:-1]]
+        costs = Costs(
+            forward=[stage.forward + own.forward for stage, own in zip(stages, copies, strict=True)],
+            backward=backward, weight=[seconds / 2 for seconds in backward],
+            latency=min(model.send_seconds(nbytes, local) for nbytes in messages for local in places),
+            step=[sum(copies[k.stage].update for k in chunks) for chunks in schedule.chunks],
+        )  # fmt: skip
+        graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
+        return max(least, (1 - 1e-9) * graph.bounds(costs)[0])  # fewer microbatches than there are take no longer
+
+    def _pipeline(self, c: Candidate) -> tuple[Schedule | None, list[Cut]]:
+        """Return the schedule of a pipeline, or one of few microbatches of very many, and the layers of its stages."""
+        if c.pipeline == 1:
+            return None, [(0, self.model.depth)]
+        key = c.pipeline, c.schedule, c.chunks, c.microbatches
+        if key not in self._schedules:
+            few = c.microbatches * c.pipeline <= WHOLE
+            spec = self.model.mesh(c) if few else self.model.short_mesh(c)
+            self._schedules[key] = spec.schedule, self.model.cuts(spec)
+        return self._schedules[key]

@@ -1,0 +1,434 @@
+"""A model on the ranks of a machine: its layers, its meshes, and the traces that candidates have in common.
+
+`Bounds` and `Predictor` ask it for parts (`parlinalg.planning.parts`): a layer on one copy of the model or on all of
+them, or all layers of a stage.  A part is traced and timed once, however many candidates have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from parlinalg.errors import ParlinalgError
+from parlinalg.pipeline.schedules import make_schedule
+from parlinalg.pipeline.simulate import Dependencies
+from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
+from parlinalg.planning.machine import Machine
+from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part, warn
+from parlinalg.planning.timeline import Timeline, timeline
+from parlinalg.planning.trace import Trace
+from parlinalg.train.choices import LANGUAGE
+from parlinalg.train.config import OffloadConfig, TensorConfig, TrainingConfig
+from parlinalg.train.mesh import MeshSpec, resolve
+from parlinalg.train.recipes import SIZES
+
+HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
+Cut = tuple[int, int]
+"""The first layer of a stage, and the one after its last."""
+
+
+class Rest(NamedTuple):
+    """Bytes of a model at rest."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+class Setup(NamedTuple):
+    """A configuration as its layers are traced.
+
+    Attributes
+    ----------
+    config : TrainingConfig
+    ranks : int
+    rows : int
+        Rows of a microbatch on all of these ranks together.
+    key : object
+        What tells the traces from those of other setups.
+    """
+
+    config: TrainingConfig
+    ranks: int
+    rows: int
+    key: Any
+
+
+class TracedModel:
+    """The model of a configuration on so many ranks of a machine, and what is known of it.
+
+    Parameters
+    ----------
+    config : TrainingConfig
+    ranks : int
+    machine : Machine
+    batch : int
+        Samples of a step.
+
+    Attributes
+    ----------
+    machine : Machine
+        As each rank of a node sees it: ranks share the host memory and the disk.
+    node : int
+        Ranks on a node.
+    target : {"cpu", "gpu"}
+    traces, events : int
+        How many parts were traced so far, and the events in them: by these a search knows when to end.
+    """
+
+    def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch: int) -> None:
+        self.config, self.ranks, self.batch = config, ranks, batch
+        self.inputs = Inputs.of(config)
+        self.node = machine.ranks_on_node(ranks)
+        self.machine = machine.shared_by(self.node)
+        self.target = "gpu" if machine.kernels.asynchronous else "cpu"
+        self.traces = self.events = 0
+        self._parts: dict[Any, Part] = {}
+        self._offloading: dict[tuple[int, Offload], Part] = {}
+        self._timelines: dict[tuple[int, bool, bool], tuple[Trace, Timeline]] = {}  # traces by identity stay
+        self._declared: dict[str | None, tuple[list[Any], Any]] = {}
+        self._alone: dict[str | None, Rest] = {}
+        self._shortens: dict[tuple[str | None, int], bool] = {}
+
+    # -------------------------------------------------------------------------------------------- the model
+    def declared(self, dtype: str | None) -> tuple[list[Any], Any]:
+        """Return the keys of the model's layers, and the model, declared on one rank."""
+        if dtype not in self._declared:
+            self._declared[dtype] = self._declare(_one_rank(dtype).apply(self.config, 1))
+        return self._declared[dtype]
+
+    def _declare(self, config: TrainingConfig) -> tuple[list[Any], Any]:
+        model = declared(config, self.inputs)
+        return layer_keys(model), model
+
+    def keys(self, dtype: str | None) -> list[Any]:
+        """Return the keys of the model's layers: layers with equal keys take equal work."""
+        return self.declared(dtype)[0]
+
+    @property
+    def depth(self) -> int:
+        """The layers that a pipeline cuts."""
+        return len(self.keys(self.config.precision.dtype))
+
+    def linear_flops(self, dtype: str | None) -> float:
+        """Return the operations of a step's products with weights, at the least.
+
+        A language model's of s tokens are f(s) = a s + b s², of which a s are those with weights.
+        """
+        model = self.declared(dtype)[1]
+        if not self.inputs.language:
+            return self._flops(model) * 2 / 3  # the first layer, which may be nearly all, gives no gradient on
+        one, two = model.flops(1, 1), model.flops(1, 2)
+        return float(self.batch * self.inputs.length * (2 * one - two / 2))
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of a step that the model needs."""
+        return self._flops(self.declared(None)[1])
+
+    def _flops(self, model: Any) -> float:
+        if self.inputs.language:
+            return float(model.flops(self.batch, self.inputs.length))
+        return 6.0 * self.batch * sum(m.multiplications for m in model.modules())
+
+    def warn(self, c: Candidate) -> None:
+        """Warn of what a candidate's model warns of when it is declared; one layer tells as much as all."""
+        config = c.apply(self.config, self.batch)
+        if config.model.name in LANGUAGE:
+            config = _with_layers(config, 1)
+        warn(config, self.inputs, self.ranks)
+
+    def shortened(self, config: TrainingConfig, layers: Cut, skip: Cut = (0, 0)) -> tuple[TrainingConfig, Cut] | None:
+        """Return a model without the layers that a trace would leave out, and where its layers are there.
+
+        To declare 96 layers for the trace of one takes longer than the trace.  None if there is no such model: if the
+        layers differ, or the model has no number of layers.
+        """
+        if config.model.name not in LANGUAGE:
+            return None
+        dtype = config.precision.dtype
+        keys = self.keys(dtype)
+        first, last = longest_run(keys, (0, len(keys)))
+        (a, b), (c, d) = layers, skip
+        own = [i for i in range(a, b) if not c <= i < d]
+        count = sum(first <= i < last for i in own)
+        whole = not count and a < last and b > first  # all of them are skipped
+        if whole or any(not first <= i < last for i in range(max(a, c), min(b, d))):
+            return None
+        drop = last - first - max(1, count)
+        if drop < 1 or last == len(keys):
+            return None
+        if (dtype, drop) not in self._shortens:
+            try:
+                fewer, _ = self._declare(_with_fewer(_one_rank(dtype).apply(self.config, 1), drop))
+                self._shortens[dtype, drop] = fewer == [*keys[:first], *keys[first + drop :]]
+            except ParlinalgError:
+                self._shortens[dtype, drop] = False
+        if not self._shortens[dtype, drop]:
+            return None
+        begin = a if a <= first else first if a < last else a - drop
+        end = b if b <= first else first + count if b <= last else b - drop
+        return _with_fewer(config, drop), (begin, end)
+
+    # -------------------------------------------------------------------------------------------- one rank
+    def alone(self, dtype: str | None) -> Rest:
+        """Return the bytes of the whole model at rest on one rank.
+
+        Of equal layers one and two are traced: each further one adds what the second added.
+        """
+        if dtype not in self._alone:
+            keys = self.keys(dtype)
+            first, last = longest_run(keys, (0, len(keys)))
+            config = _one_rank(dtype).apply(self.config, 1)
+            found: list[Part] = []
+            for few in (1, 2):
+                skip = first + few, last
+                fewer = self.shortened(config, (0, len(keys)), skip) if last - first > few else None
+                if fewer is None:
+                    found = [self._trace_alone(config)]
+                    break
+                found.append(self._trace_alone(fewer[0]))
+            one, two, times = found[0], found[-1], last - first - 1
+            pairs = ((one.weights, two.weights), (one.gradients, two.gradients), (one.states, two.states))
+            self._alone[dtype] = Rest(*(x + times * (y - x) for x, y in pairs))
+        return self._alone[dtype]
+
+    def on_one_rank(self, dtype: str | None, recompute: str | None, update: bool) -> list[Part]:
+        """Return the parts of all layers on one rank, each with one sample; what layers share is in all of them."""
+        config = _one_rank(dtype, recompute).apply(self.config, 1)
+        given: Between | None = None
+        found = []
+        for i, key in enumerate(self.keys(dtype)):
+            known = "alone", dtype, recompute, update, key, given
+            if known not in self._parts:
+                fewer, layers = self.shortened(config, (i, i + 1)) or (config, (i, i + 1))
+                self._parts[known] = self._trace_alone(fewer, layers=layers, given=given, update=update)
+            found.append(self._parts[known])
+            given = found[-1].output
+        return found
+
+    def _trace_alone(self, config: TrainingConfig, **more: Any) -> Part:
+        return trace_part(config, self.inputs, 1, 1, node=1, target=self.target, **more)
+
+    def kept_by(self, recompute: str | None) -> tuple[float, float]:
+        """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
+        output."""
+        parts = self.on_one_rank(self.config.precision.dtype, recompute, update=False)
+        part = parts[len(parts) // 2]
+        return float(part.kept), float(part.message)
+
+    # -------------------------------------------------------------------------------------------- offload
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """The places for what is offloaded, the faster first: what goes to a disk passes through the host's memory."""
+        return tuple(place for place in ("host", "disk") if getattr(self.machine, place) is not None)
+
+    def kinds(self, c: Candidate) -> tuple[str, ...]:
+        """Return what a candidate may offload, where the configuration leaves that open and the machine has a place.
+
+        Values rest elsewhere without ZeRO and with its stage 3: stages 1 and 2 hold them in buckets.  An asynchronous
+        schedule keeps versions of them in memory.  States that lie whole on one rank come back together, and stay.
+        """
+        if not self.homes or self.config.offload:
+            return ()
+        found = ["optimizer"] * (self.config.optimizer.name not in HOME)
+        found += ["activations"] * (self.config.model.name in LANGUAGE)
+        found += ["parameters"] * (c.zero in (0, 3) and c.schedule in (None, *SCHEDULES))
+        return (*found, *["gradients"] * self.settles(c))
+
+    def settles(self, c: Candidate) -> bool:
+        """Return True if gradients may rest elsewhere: if their reducer sums whole ones in their own dtype."""
+        precision = self.config.precision
+        cast = precision.communicate if c.dtype == precision.dtype else None
+        return c.zero == 0 and cast is None and not self.config.gradient_handler
+
+    def offloading(self, part: Part, c: Candidate) -> Part:
+        """Return a part with what a candidate offloads."""
+        if not c.offload:
+            return part
+        key = id(part), c.offload
+        if key not in self._offloading:
+            self._offloading[key] = part.offloaded(dict(c.offload), self.target == "gpu")
+        return self._offloading[key]
+
+    # -------------------------------------------------------------------------------------------- meshes
+    def mesh(self, c: Candidate) -> MeshSpec:
+        """Return the mesh of a candidate."""
+        return resolve(c.apply(self.config, self.batch), self.ranks)
+
+    def short_mesh(self, c: Candidate) -> MeshSpec:
+        """Return the mesh, with a schedule of so many microbatches that more of them repeat what is there."""
+        return self.mesh(replace(c, microbatches=self.rounds(c)))
+
+    def rounds(self, c: Candidate) -> int:
+        """Return the microbatches that are simulated: all, or a few times the ranks of the pipeline."""
+        few = (3 if c.pipeline < 32 else 2) * c.pipeline
+        return c.microbatches if c.pipeline == 1 or c.microbatches <= few else few
+
+    def cuts(self, spec: MeshSpec) -> list[Cut]:
+        """Return the layers of each stage of a mesh; without a pipeline, all of them."""
+        if spec.schedule is None:
+            return [(0, self.depth)]
+        counts = spec.layer_counts(self.depth - 2)
+        if counts is None:
+            counts = replace(spec, partition="uniform").layer_counts(self.depth - 2)
+        assert counts is not None
+        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        return [(end - n, end) for n, end in zip(counts, ends, strict=True)]
+
+    # -------------------------------------------------------------------------------------------- parts
+    def trace(
+        self, config: TrainingConfig, ranks: int, rows: int, *, layers: Cut | None = None, skip: Cut = (0, 0),
+        **more: Any,
+    ) -> Part:  # fmt: skip
+        """Return `trace_part` of a configuration on the machine's nodes; a subclass may put other kernels in it."""
+        self.traces += 1
+        config = replace(config, offload=OffloadConfig())  # `Part.offloaded` says what that changes
+        if layers is not None and (found := self.shortened(config, layers, skip)) is not None:
+            config, layers, skip = *found, (0, 0)
+        made = trace_part(
+            config, self.inputs, ranks, rows, layers=layers, skip=skip, node=self.node, target=self.target, **more
+        )
+        self.events += len(made.trace.events)
+        return made
+
+    def part(self, key: Any, setup: Setup, **more: Any) -> Part:
+        """Return the trace of layers in a setup; the one that is known by this key, if there is one."""
+        if key not in self._parts:
+            self._parts[key] = self.trace(setup.config, setup.ranks, setup.rows, **more)
+        return self._parts[key]
+
+    def one_copy(self, c: Candidate) -> Setup:
+        """Return the setup of one copy of a candidate's model."""
+        one = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
+        rows = self.batch // c.data // c.microbatches
+        return Setup(one.apply(self.config, rows), one.width, rows, (*_form(one), rows))
+
+    def layers_of_one_copy(self, c: Candidate) -> list[Part]:
+        """Return the passes of all layers of one copy of a candidate's model, without updates."""
+        return self._layers(c, self.one_copy(c), update=False)
+
+    def layers(self, c: Candidate) -> list[Part]:
+        """Return the parts of all layers of a candidate's model, for a microbatch."""
+        rows = self.batch // c.microbatches
+        if c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
+            c = replace(c, microbatches=c.pipeline)
+        setup = Setup(c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows // c.data))
+        return self._layers(c, setup, update=True)
+
+    def _layers(self, c: Candidate, setup: Setup, update: bool) -> list[Part]:
+        found: list[Part] = []
+        given: Between | None = None
+        for i, key in enumerate(self.keys(c.dtype)):
+            known = (setup.key, key, update, given)
+            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update))
+            given = found[-1].output
+        return found
+
+    def whole(self, c: Candidate, **more: Any) -> Part:
+        """Return the trace of a candidate's stage: the same for all schedules, and whatever is offloaded."""
+        rows = self.batch // c.microbatches
+        setup = Setup(c.apply(self.config, self.batch), self.ranks, rows, ("whole", *_form(c), rows))
+        return self.part((*setup.key, *sorted(more.items())), setup, **more)
+
+    def stages(self, c: Candidate, spec: MeshSpec) -> list[Part]:
+        """Return the traces of all layers of a candidate, by stage of its mesh, with what it offloads."""
+        if spec.schedule is None:
+            return [self.offloading(self.whole(c), c)]
+        keys = self.keys(c.dtype)
+        parts: list[Part] = []
+        given: Between | None = None
+        known: dict[Any, Part] = {}
+        for s, (a, b) in enumerate(self.cuts(spec)):
+            key = (tuple(keys[a:b]), given)
+            if key not in known:
+                part = self.whole(c, layers=(a, b), given=given, stage=spec.schedule.holder(s))
+                known[key] = self.offloading(part, c)
+            parts.append(known[key])
+            given = known[key].output
+        return parts
+
+    # -------------------------------------------------------------------------------------------- times
+    def timed(self, trace: Trace, pending: bool = False, quick: bool = False) -> Timeline:
+        """Return the run of a trace, without its intervals: candidates with one form have many traces in common.
+
+        Parameters
+        ----------
+        trace : Trace
+        pending : bool
+            As of `timeline`.
+        quick : bool
+            For bounds: launching is hidden by the device's earlier work, however much there was.
+        """
+        key = id(trace), pending, quick
+        if key not in self._timelines:
+            machine = self._quick if quick else self.machine
+            run = timeline(replace(trace, size=self.ranks), machine, on_node=self.node, pending=pending)
+            self._timelines[key] = trace, replace(run, intervals=(), memory={})
+        return self._timelines[key][1]
+
+    @cached_property
+    def _quick(self) -> Machine:
+        if not self.machine.kernels.asynchronous:
+            return self.machine
+        return replace(self.machine, kernels=replace(self.machine.kernels, overhead=0.0))
+
+    def seconds(self, part: Part, span: str, quick: bool = False) -> float:
+        """Return the seconds of a span of a part."""
+        trace = part.span(span)
+        return self.timed(trace, quick=quick).seconds if trace.events else 0.0
+
+    def send_seconds(self, nbytes: float, local: int) -> float:
+        """Return the seconds of a message within a node, `local` being 2, or between nodes."""
+        return self.machine.transfer("send", nbytes, 2, local, self.node, self.ranks).total
+
+
+@lru_cache(maxsize=64)
+def dependencies(name: str, ranks: int, microbatches: int, chunks: int | None) -> Dependencies:
+    """Return the dependencies of a schedule, by which it is simulated with many costs."""
+    return replace(Dependencies.of(make_schedule(name, ranks, microbatches, chunks)), what=[])
+
+
+def most_events(parts: Sequence[Part]) -> int:
+    """Return the events in the longest trace of some layers: on a ring of 97 ranks each has thousands."""
+    return max(len(part.trace.events) for part in parts)
+
+
+def longest_run(keys: Sequence[Any], among: Cut) -> Cut:
+    """Return the longest run of equal layers among some.
+
+    >>> longest_run("abbbccd", (2, 7))
+    (2, 4)
+    """
+    a, b = among
+    best = at = a
+    most = 0
+    for i in range(a, b + 1):
+        if i == b or keys[i] != keys[at]:
+            if i - at > most:
+                best, most = at, i - at
+            at = i
+    return best, best + most
+
+
+def _one_rank(dtype: str | None, recompute: str | None = None) -> Candidate:
+    """Return the candidate that uses one rank, without ZeRO and in one microbatch."""
+    return Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype)
+
+
+def _with_layers(config: TrainingConfig, layers: int) -> TrainingConfig:
+    """Return the configuration with a model of so many layers."""
+    model = replace(config.model, options={**config.model.options, "num_hidden_layers": layers})
+    return replace(config, model=model)
+
+
+def _with_fewer(config: TrainingConfig, fewer: int) -> TrainingConfig:
+    return _with_layers(config, int({**SIZES, **config.model.options}["num_hidden_layers"]) - fewer)
+
+
+def _form(c: Candidate) -> tuple[Any, ...]:
+    """Return the choices of a candidate by which a layer's trace differs; its microbatches are told by their rows."""
+    cut = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+    return *cut, c.zero, c.recompute, c.dtype, c.experts, c.order
