@@ -158,7 +158,7 @@ class Bounds:
         something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
         the output.  Experts have as many places on each rank as on one copy, or more where they are cut unevenly, as
         their queues are by sequence; where tokens could go by either of two ways (2D with experts on another axis) the
-        way is chosen by words, so that one copy may take another one, for which this is an observation.
+        way is chosen by words, so that one copy may take another one: there this is not shown.
         """
         model, share = self.model, self._sharing(c)
         parts, every = model.layers_of_one_copy(c), model.on_one_rank(c.dtype, None, True)

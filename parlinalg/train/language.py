@@ -139,7 +139,7 @@ class PretrainedHook(Hook):
             if not world.rank:
                 self.data.tokenizer.save(self.folder)
                 if sample is not None:
-                    (self.folder / "sample.txt").write_text(sample, encoding="utf-8")
+                    (self.folder / "sample.txt").write_text(sample, encoding="utf-8", errors="replace")
 
         together(world, write, f"writing to {self.folder}")
         self.files = [str(self.folder / name) for name in files]
