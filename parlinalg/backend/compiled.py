@@ -30,11 +30,18 @@ AS_WRITTEN = {"forceinline": True, "fastmath": False}
 
 
 class Loop:
-    """A function that numba compiles when it is first called, or first met in another loop."""
+    """A function that numba compiles when it is first called, or first met in another loop.
+
+    Attributes
+    ----------
+    name : str
+    function : callable
+        The function as it is written, for blocks that loops do not take.
+    """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.name = function.__name__
-        self._function, self._options = function, options
+        self.name, self.function = function.__name__, function
+        self._options = options
 
     def __call__(self, *args: Any) -> Any:
         return self._dispatcher(*args)
@@ -46,9 +53,9 @@ class Loop:
         from parlinalg.backend import primitives  # noqa: F401  (tells numba what `exp` is)
 
         try:
-            return njit(self._function, **self._options)
+            return njit(self.function, **self._options)
         except RuntimeError:  # no folder for the code can be written
-            return njit(self._function, **{**self._options, "cache": False})
+            return njit(self.function, **{**self._options, "cache": False})
 
     @property
     def _numba_type_(self) -> Any:

@@ -52,6 +52,7 @@ class PivotedQR(QR):
         self._at[self.places] = np.arange(len(self.places))
         self._done = 0  # this rank's columns that were taken, which are the first ones here
         self._norms = self._exact = np.zeros(0)  # of what is left of each column, and when they were last computed
+        self._doubt = math.sqrt(float(np.finfo(a.dtype).eps))
         self._fast = compiled.ready(self._lines)
 
     def run(self) -> None:
@@ -83,20 +84,26 @@ class PivotedQR(QR):
         lines, xp = self._lines, kernels.on_host(self.tiles.grid.backend)
         v, g = xp.zeros((b, self.shape[0] - k), lines.dtype), xp.zeros((len(lines), b), lines.dtype)  # transposed
         t = xp.zeros((b, b), lines.dtype)
+        key, message, beta = self._proposal(k, v[:0], g[:, :0])
         for q in range(b):
             j = k + q
-            key, message, beta = self._proposal(j, v[:q, q:], g[:, :q])
             every, offered = lent.proposals(key, message)
             root = self._choose(every, j, g)
             if root == self.tiles.j:
                 lines[self._done, j:] = 0
                 lines[self._done, j] = beta
                 self._done += 1
-            message = offered(root)
-            tau = message[0].copy()
-            v[q, q:] = message
-            v[q, q] = 1
-            self._take(j, q, v, g, t, tau)
+            v[q, q:] = message = offered(root)
+            found = False
+            if self._fast:
+                message = message[1:]
+                found, beta = _step_loop(
+                    lines, self.places, self._done, j, q, v, g, t, self._norms, self._exact, self._doubt, key, message
+                )
+            else:
+                self._take(j, q, v, g, t)
+            if not found and q + 1 < b:
+                key, message, beta = self._proposal(j + 1, v[: q + 1, q + 1 :], g[:, : q + 1])
         kernels.subtract(lines[self._done :, k + b :], g[self._done :], v[:, b:])
         own = self.tiles.owner(k)[1] == self.tiles.j
         self.kept.append(Reflections(k, xp.ascontiguousarray(v.T) if own else None, t, None))
@@ -109,10 +116,6 @@ class PivotedQR(QR):
         lines, at, xp = self._lines, self._done, kernels.on_host(self.tiles.grid.backend)
         places, norms = self.places[at:], self._norms[at:]
         key, message, beta = xp.full((1, KEY), -1, lines.dtype), xp.empty(self.shape[0] - j, lines.dtype), None
-        if self._fast:
-            found, beta = _proposal_loop(lines[at:], places, norms, v, g[at:], j, key, message)
-            if found:
-                return key, message, beta
         if len(norms):
             largest = np.flatnonzero(norms == norms.max())
             first = largest[places[largest].argmin()]
@@ -125,33 +128,21 @@ class PivotedQR(QR):
 
     def _choose(self, every: Any, j: int, g: Any) -> int:
         """Make the largest column number j of A[:, p], and the next one where it lies; return its grid column."""
-        if has_values(every):
-            norm, high, low = every.real.T.tolist()
-            place, root = min((int(DIGIT * high[i] + low[i]), i) for i, size in enumerate(norm) if size == max(norm))
-        else:
+        if not has_values(every):
             every.device.assume("pivots", "the choice of pivots")
-            root, place = self.tiles.owner(j)[1], j
-        order, places, done = self.order, self.places, self._done
-        taken, other = int(self._at[place]), int(self._at[j])
-        order[j], order[place] = order[place], order[j]
-        self._at[j], self._at[place] = taken, other
-        if other >= 0:
-            places[other] = place
-        if taken >= 0:
-            places[taken] = j
-            if taken != done:
-                self._at[places[done]], self._at[j] = taken, done
-                for each in (self._lines, g, places, self._norms, self._exact):
-                    if len(each):
-                        each[[done, taken]] = each[[taken, done]]
-        return root
+            return self.tiles.owner(j)[1]
+        choose = _choose_loop if self._fast else _choose_loop.function
+        moved = self._lines, g, self.places, self._norms, self._exact
+        return int(choose(every, j, self._done, self.order, self._at, *moved))
 
-    def _take(self, j: int, q: int, v: Any, g: Any, t: Any, tau: Any) -> None:
-        """Complete T and G by reflection number q of a panel, and row j of R, and remove that from the norms."""
+    def _take(self, j: int, q: int, v: Any, g: Any, t: Any) -> None:
+        """Complete T and G by reflection number q of a panel, and row j of R, and remove that from the norms.
+
+        In place of its first element, which is 1, the reflection has its factor.
+        """
         lines, done, own = self._lines, self._done, v[q, q:]
-        if self._fast:
-            _take_loop(lines, done, j, q, v, g, t, tau, self._norms, self._exact, self._doubt)
-            return
+        tau = own[0].copy()
+        own[0] = 1
         inner = v[:q, q:].conj() @ own
         t[:q, q], t[q, q] = -tau * (t[:q, :q] @ inner), tau
         g[done:, q] = tau.conj() * (lines[done:, j:] @ own.conj() - g[done:, :q] @ inner.conj())
@@ -170,10 +161,6 @@ class PivotedQR(QR):
         if len(few):
             norms[few] = exact[few] = lengths((lines[done + few, j + 1 :] - g[done + few] @ v).T)
 
-    @property
-    def _doubt(self) -> float:
-        return math.sqrt(float(np.finfo(self.a.dtype).eps))
-
 
 def lengths(a: np.ndarray) -> np.ndarray:
     """Return the norms of the columns, in the precision of the matrix."""
@@ -189,21 +176,56 @@ def lengths(a: np.ndarray) -> np.ndarray:
     return found
 
 
+@compiled.loop()
+def _choose_loop(
+    every: Any, j: int, done: int, order: Any, at: Any, lines: Any, g: Any, places: Any, norms: Any, exact: Any
+) -> int:  # fmt: skip
+    """Do what `PivotedQR._choose` does."""
+    root, place, largest = 0, -1, every[0, 0].real
+    for i in range(len(every)):
+        number, size = int(DIGIT * float(every[i, 1].real) + float(every[i, 2].real)), every[i, 0].real
+        if place < 0 or size > largest or (size == largest and number < place):
+            root, place, largest = i, number, size
+    taken, other = at[place], at[j]
+    order[j], order[place] = order[place], order[j]
+    at[j], at[place] = taken, other
+    if other >= 0:
+        places[other] = place
+    if taken >= 0:
+        places[taken] = j
+        if taken != done:
+            at[places[done]], at[j] = taken, done
+            places[done], places[taken] = places[taken], places[done]
+            norms[done], norms[taken] = norms[taken], norms[done]
+            exact[done], exact[taken] = exact[taken], exact[done]
+            lines[done], lines[taken] = lines[taken].copy(), lines[done].copy()
+            g[done], g[taken] = g[taken].copy(), g[done].copy()
+    return root
+
+
 @compiled.loop(sums=True)
-def _proposal_loop(
-    lines: Any, places: Any, norms: Any, v: Any, g: Any, j: int, key: Any, message: Any
+def _step_loop(
+    lines: Any, places: Any, done: int, j: int, q: int, v: Any, g: Any, t: Any, norms: Any, exact: Any, doubt: float,
+    key: Any, message: Any,
 ) -> tuple[bool, Any]:  # fmt: skip
-    """Do what `PivotedQR._proposal` does with the columns that are left; return False if squares do not allow it."""
+    """Do what `PivotedQR._take` does, in one pass over each column, and then `_proposal` for the next step of a panel.
+
+    Return False, and no more than the first, at the last step or if squares do not allow the second.
+    """
+    _take(lines, done, j, q, v, g, t, norms, exact, doubt)
     zero = lines.dtype.type(0)
-    if len(norms) == 0:
+    if q + 1 == len(v):
+        return False, zero
+    key[0, :] = -1
+    if done == len(lines):
         return True, zero
-    best = 0
-    for c in range(1, len(norms)):
+    best = done
+    for c in range(done + 1, len(lines)):
         if norms[c] > norms[best] or (norms[c] == norms[best] and places[c] < places[best]):
             best = c
     key[0, 0], key[0, 1], key[0, 2] = norms[best], places[best] // DIGIT, places[best] % DIGIT
-    message[:] = lines[best, j:]
-    _less(message, v, g[best])
+    message[:] = lines[best, j + 1 :]
+    _less(message, v[: q + 1, q + 1 :], g[best])
     square = zero
     for i in range(1, len(message)):
         square += message[i] * message[i]
@@ -218,11 +240,12 @@ def _proposal_loop(
 
 
 @compiled.loop(sums=True)
-def _take_loop(
-    lines: Any, done: int, j: int, q: int, v: Any, g: Any, t: Any, tau: Any, norms: Any, exact: Any, doubt: float
+def _take(
+    lines: Any, done: int, j: int, q: int, v: Any, g: Any, t: Any, norms: Any, exact: Any, doubt: float
 ) -> None:  # fmt: skip
-    """Do what `PivotedQR._take` does, in one pass over each column."""
     own, inner, rest = v[q, q:], np.empty(q, lines.dtype), np.empty(v.shape[1] - q - 1, lines.dtype)
+    tau = own[0]
+    own[0] = 1
     for p in range(q):
         inner[p] = _dot(v[p, q:], own)
     for p in range(q):
