@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.backend import Backend, backend_of, blas, namespace, shape_solver
+from parlinalg.backend import Backend, backend_of, blas, compiled, namespace, shape_solver
 from parlinalg.backend.blas import added, added_square, multiplied, substituted
 from parlinalg.backend.shapes import has_values, values_needed
 
@@ -95,6 +95,8 @@ WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
 LARGE, COPYING = 4 << 20, 4
 """Bytes of a matrix from which on several threads copy it, and how many at the most."""
+SQUARE = 8
+"""Rows and columns that a loop copies at once: of float64 a line of the cache each."""
 NARROW, PIECE = 32, 512
 """Right-hand sides up to which a triangle is solved in pieces, and rows of a piece.  OpenBLAS solves with few columns
 on one thread; products it shares out."""
@@ -413,14 +415,17 @@ def _order(pivots: np.ndarray, m: int) -> np.ndarray:
 def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
     """Return a copy in Fortran's order, with so many more columns behind it that are not set.
 
-    It is made some rows at a time: whole lines of the cache are read and written.  Of a large matrix each thread that
-    BLAS may start copies a part.
+    It is made some rows at a time: whole lines of the cache are read and written, by a compiled loop where there is
+    one.  Of a large matrix each thread that BLAS may start copies a part.
     """
     m, n = a.shape
     out = np.empty((m, n + extra), a.dtype, order="F")
-    rows = 16 if n > WIDE else max(1, m)
+    rows, fast = 16 if n > WIDE else max(1, m), compiled.ready(a)
 
     def copy(first: int, last: int) -> None:
+        if fast:
+            _copy_turned(a, out.T, first, last)
+            return
         for start in range(first, last, rows):
             end = min(start + rows, last)
             out[start:end, :n] = a[start:end]
@@ -434,6 +439,23 @@ def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
     for thread in threads:
         thread.join()
     return out
+
+
+@compiled.loop()
+def _copy_turned(a: Any, out: Any, first: int, last: int) -> None:
+    """Copy the rows of a from `first` up to `last` to columns of `out`, in squares."""
+    n = a.shape[1]
+    for i in range(first, last, SQUARE):
+        for j in range(0, n, SQUARE):
+            if i + SQUARE <= last and j + SQUARE <= n:
+                for column in range(SQUARE):
+                    to = out[j + column]
+                    for row in range(SQUARE):
+                        to[i + row] = a[i + row, j + column]
+            else:
+                for column in range(j, min(j + SQUARE, n)):
+                    for row in range(i, min(i + SQUARE, last)):
+                        out[column, row] = a[row, column]
 
 
 def reflections(a: Block) -> tuple[Block, Block, Block] | None:

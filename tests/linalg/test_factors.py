@@ -783,13 +783,14 @@ def test_triangles_are_solved_in_pieces(dtype, order, monkeypatch):
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1021, 1033), (2, 300_000), (3000, 257)], ids=str
+    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1023, 1033), (2, 300_000), (3000, 257)], ids=str
 )
 @pytest.mark.parametrize("threads", [None, 1, 2, 7])
-def test_copies_in_columns(shape, threads, monkeypatch):
-    """However many threads make them."""
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_copies_in_columns(shape, threads, dtype, monkeypatch):
+    """However many threads make them, by a loop or without, which complex numbers have none of."""
     monkeypatch.setattr(kernels.blas, "blas_threads", lambda: threads)
-    a = np.random.default_rng(0).random(shape)
+    a = np.random.default_rng(0).random(shape).astype(dtype)
     found = kernels.in_columns(a, 2)
     assert found.flags.f_contiguous
     np.testing.assert_array_equal(found[:, :-2], a)
