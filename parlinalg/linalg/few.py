@@ -16,20 +16,21 @@ from parlinalg.backend.blas import blas_threads
 THREADS = 2
 """Threads of BLAS up to which a loop, which has one, is faster."""
 COLUMNS = {4: 8, 8: 16}
-"""The most columns of which a loop is faster, by the bytes of a number: on an EPYC it took 0.25 ns for an element of
-the matrix with one column in float64, 0.8 with eight and 1.2 with 16, where BLAS took 0.75, 1.3 and 1.5."""
-LENGTH = 1024
-"""Columns of the matrix that are read at a time: so much of four rows and of four columns stays in a core's cache."""
-CORNER = 32
+"""The most columns of which a loop is faster than BLAS on one thread, by the bytes of a number; on two threads it is
+half as many.  On an EPYC a loop took 0.25 ns for an element of the matrix with one column in float64, 0.8 with eight
+and 1.2 with 16, where BLAS took 0.75, 1.3 and 1.5 on one thread, and 0.7, 0.7 and 0.9 on two."""
+LENGTH = 2048
+"""Columns of the matrix that are read at a time: so much of all columns of x stays in a core's second cache."""
+CORNER = 16
 """Rows of a triangle that are solved one by one."""
 
 
 def ready(a: Any, x: Any) -> bool:
     """Return True if the loops can multiply parts of a matrix with these columns, and are the faster way."""
-    if not (a.flags.c_contiguous and compiled.ready(a, x) and 0 < x.shape[1] <= COLUMNS[x.itemsize]):
+    if not (a.flags.c_contiguous and compiled.ready(a, x)):
         return False
     threads = blas_threads()
-    return threads is not None and threads <= THREADS
+    return threads is not None and threads <= THREADS and 0 < x.shape[1] <= COLUMNS[x.itemsize] // threads
 
 
 def subtract(y: np.ndarray, a: np.ndarray, rows: slice, columns: slice, x: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from parlinalg.backend import compiled
 from parlinalg.linalg import few, triangular
 from tests.cases import grids, layouts
 
-LENGTHS = (1, 2, 3, 4, 5, 31, 33, 70, 1100)
+LENGTHS = (1, 2, 3, 4, 5, 15, 33, 70, 2100)
 """Below and above four rows, `few.CORNER` and `few.LENGTH`, and not multiples of them."""
 
 
