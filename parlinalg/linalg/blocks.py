@@ -34,6 +34,8 @@ FEW = 8
 """Ranks of one node up to which rows are not dealt."""
 SOLVED = 0.7
 """The time of panels of `cholesky`, solutions with a triangle, by that of other panels with as many operations."""
+TALL_PANELS = 0.4
+"""The same of panels of `lu` of tall matrices, which LAPACK factors in its own order, by halves."""
 REDUCTIONS = ("eigh", "svd", "eig")
 REPLICATED = ("cholesky", "lu", "solve")
 """The routines that know layers of ranks (2.5D)."""
@@ -72,13 +74,14 @@ class Time(NamedTuple):
 def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
     """Return the arrangement of the ranks for a matrix [m, n]: the parameter `shape` of `Deal`.
 
-    Tall matrices are dealt by rows alone.  Few ranks that share memory, `near`, are dealt columns alone, since they
-    pass panels on at no cost; but of `eigh` and `svd`, of which each rank keeps its rows of all reflections.
+    Tall matrices are dealt by rows alone, and of `lu`, whose rows stay where they are, as they rest.  Few ranks that
+    share memory, `near`, are dealt columns alone, since they pass panels on at no cost; but of `eigh` and `svd`, of
+    which each rank keeps its rows of all reflections.
     """
     if routine == "eig":
         return "square"
     if m >= TALL * n:
-        return "tall"
+        return "strips" if routine == "lu" else "tall"
     return "wide" if near and ranks <= FEW and routine not in ("eigh", "svd") else "square"
 
 
@@ -170,7 +173,8 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
     k, ranks = min(m, n), R * C * D
     steps = max(1, -(-k // b))
     down, across = math.log2(R), math.log2(C)
-    uneven = (R - 1) / 2, (C - 1) / 2  # tiles that the busiest rank has more, times the ranks that share them
+    tall = routine == "lu" and m >= TALL * n  # of which every rank has as many rows
+    uneven = 0 if tall else (R - 1) / 2, (C - 1) / 2  # tiles the busiest rank has more, times the ranks that share them
     most = 1 + 1.5 * sum(uneven) / steps + 3 * math.prod(uneven) / steps**2
     flops = 2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3
     left, below = (m * k - k**2 / 2) / R, (n * k - k**2 / 2) / C
@@ -197,7 +201,7 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
         received += (2 * k * b) * (C > 1) + (below + 6 * k * b) * (R > 1)
         calls = across + (5 + 2 * strips) * down
     else:
-        work = 2 * b * left + 2 * R * b**2 * k * (R > 1)
+        work = 2 * b * left * (TALL_PANELS if tall else 1) + 2 * R * b**2 * k * (R > 1)
         received += k * b * (C > 1) + R * k * b * (R > 1)
         calls = 2 * down + across
     if D > 1:  # a layer receives its own panels, and the others' terms of their columns and rows

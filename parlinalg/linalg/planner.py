@@ -420,6 +420,7 @@ def _grid(plan: LinalgPlan) -> str:
     why = {
         "square": "as near to a square as its axes make",
         "tall": "rows alone are dealt, since the matrix is tall",
+        "strips": "rows alone are dealt, one piece a rank as at rest, since the matrix is tall",
         "wide": "columns alone are dealt, since few ranks share memory and pass panels on at no cost",
     }[deal.shape if plan.ranks > 1 else "square"]
     if plan.pivoting:

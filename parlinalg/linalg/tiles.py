@@ -25,7 +25,7 @@ from parlinalg.comm import Comm
 from parlinalg.comm.shared import Meeting, meet
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
+from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span_of
 
 Numbers = np.ndarray
 """The numbers of rows or columns, in the order in which a rank has them."""
@@ -57,8 +57,9 @@ class Deal:
         The axes of a grid and their sizes.
     size : int
         Rows and columns of a tile.
-    shape : {"square", "tall", "wide"}
-        R near C, else the axes of the grid all along the rows or all along the columns.
+    shape : {"square", "tall", "strips", "wide"}
+        R near C, else the axes of the grid all along the rows or all along the columns.  In "strips" the rows of a
+        grid row follow one another, as at rest.
     depth : int
         The number of layers, a product of sizes of axes.
     workers : int, optional
@@ -112,6 +113,8 @@ class Deal:
 
     def rows(self, m: int) -> list[Numbers]:
         """Return for every grid row the numbers of its rows of m, in order."""
+        if self.shape == "strips":
+            return list(_strips(m, tuple(cut_lengths(m, self.row_axes, self.sizes))))
         return dealt(m, self.size, self.R)
 
     def columns(self, n: int) -> list[Numbers]:
@@ -393,6 +396,12 @@ def _dealt(n: int, size: int, parts: int) -> tuple[Numbers, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=16)
+def _strips(n: int, lengths: tuple[int, ...]) -> tuple[Numbers, ...]:
+    """Return the numbers 0 to n - 1 in ranges of these lengths."""
+    return tuple(map(_kept, np.split(np.arange(n), np.cumsum(lengths)[:-1])))
+
+
 def _kept(x: Numbers) -> Numbers:
     """Return numbers that are kept for later calls, and so may not change."""
     x.setflags(write=False)
@@ -403,7 +412,7 @@ def _parted(sizes: Mapping[str, int], shape: str) -> tuple[Cut, Cut]:
     """Return the axes along which rows are dealt, and the others."""
     axes = tuple(a for a, n in sizes.items() if n > 1)
     if shape != "square":
-        return (axes, ()) if shape == "tall" else ((), axes)
+        return ((), axes) if shape == "wide" else (axes, ())
     found: tuple[Cut, Cut] = ((), axes)
     least, ranks = math.inf, span_of(axes, sizes)
     for k in range(len(axes) + 1):

@@ -49,12 +49,12 @@ def deals(grid, dtype, monkeypatch):
     A seeded sample, which differs with the grid and the dtype.  With `layered` the ranks form any number of layers.
     """
 
-    def made(shapes, seed, layered=False, routine=""):
+    def made(shapes, seed, layered=False, routine="", kinds=("square", "tall", "wide")):
         rng = np.random.default_rng([seed, len(grid.sizes), dtype.itemsize])
         every = layouts(grid.axes, 2, partial=False)
         sizes = [(shape, block) for shape, block in itertools.product(shapes, BLOCKS) if block > 1 or max(shape) < 50]
         large = [each for each in sizes if min(each[0]) > each[1]]  # several steps
-        for (some, taken), kind in itertools.product([(large, 2), (sizes, TAKEN)], ["square", "tall", "wide"]):
+        for (some, taken), kind in itertools.product([(large, 2), (sizes, TAKEN)], kinds):
             for at in rng.permutation(len(some))[:taken]:
                 depth = int(rng.choice(depths(grid.sizes))) if layered and grid.backend.host_memory else 1
                 yield placed(*some[at], kind, depth, every, rng, routine)
@@ -116,7 +116,7 @@ def test_cholesky(grid, dtype, deals):
 
 
 def test_lu(grid, dtype, deals):
-    for deal, shape, layout, _, rng in deals(SHAPES, 2, layered=True):
+    for deal, shape, layout, _, rng in deals(SHAPES, 2, layered=True, kinds=("square", "tall", "strips", "wide")):
         x = pla.distribute(random(shape, dtype, rng), grid, layout)
         with pla.ledger(grid) as book:
             factor = linalg.lu_factor(x, depth=deal.D)
@@ -129,6 +129,16 @@ def test_lu(grid, dtype, deals):
                 linalg.lu(x)
             costs = formulas.lu(counting(grid, deal, dtype), layout, shape, places=places)
             equal(book, costs, grid, (shape, deal, layout))
+
+
+def test_lu_of_a_tall_matrix_moves_none_of_it(grid, dtype):
+    """But the rows that are proposed as pivots, and those of U."""
+    m, n = 50 * grid.size + 3, 11
+    x = pla.distribute(random((m, n), dtype, np.random.default_rng(m)), grid, Layout(grid.axes, None))
+    with pla.ledger(grid) as book:
+        factor = linalg.lu_factor(x, depth=1)
+    assert factor.tiles.shape == "strips"
+    assert sum(words for (op, _), words in book.words.items() if op == "all_to_all") == 0
 
 
 @pytest.mark.parametrize("adjoint", [False, True])
