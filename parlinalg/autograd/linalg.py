@@ -109,7 +109,7 @@ def solved_back(g: DistArray, factor: Any, matrices: Any, other: bool) -> DistAr
     """Return A⁻ᴴ g, with `other` A⁻¹ g, by the factorization of A if there is one."""
     if factor is None:
         return linalg.solve(adjoint(matrices), g)
-    return factor.solve(g, adjoint=not other)
+    return factor.solution(g, adjoint=not other)
 
 
 _solution = known(
@@ -174,7 +174,7 @@ def inverse_adjoint(scale: DistArray, like: Frame, factor: Any, matrices: Any) -
     if factor is None:
         return scale[..., None, None] * adjoint(linalg.inv(matrices))
     one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=like.layout.with_partial(()))
-    return factor.solve(one * scale, adjoint=True)
+    return factor.solution(one * scale, adjoint=True)
 
 
 def of_determinant(g: DistArray, y: DistArray, like: Frame, factor: Any, matrices: Any) -> DistArray:
@@ -374,7 +374,7 @@ class TensorCholesky(TensorFactor):
 
 _positive_solution = known(
     "solve", "a b found factor",
-    shared=lambda g, factor: factor.solve(g),
+    shared=lambda g, factor: factor.solution(g),
     a=lambda g, y: -hermitian(g @ adjoint(y)),
     b=lambda g: g,
 )  # fmt: skip

@@ -405,7 +405,7 @@ def halley(a: DistArray) -> DistArray | None:
             _add_to_diagonal(inner, 1)
             w = cho_factor(inner)
             del inner
-            step, weight = w.solve(x.mT.conj()).mT.conj().redistribute(layout), p - q / r
+            step, weight = w.solution(x.mT.conj()).mT.conj().redistribute(layout), p - q / r
             del w
         _combine([(x, [q / r, weight])], [x, step])
         del step

@@ -74,7 +74,7 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
 
     def approximate(r: DistArray) -> DistArray:
         sizes = abs(r).max(axis=0)
-        return factor.solve(kernels.quotients(r, sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
+        return factor.solution(kernels.quotients(r, sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
 
     bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
 
@@ -143,7 +143,7 @@ def _solution(a: Any, b: Any) -> Any:
     factor = LocalLU(a)
     if factor.zero is not None:
         raise LinAlgError("Singular matrix")  # as NumPy says it
-    return factor.solve(b)
+    return factor.solution(b)
 
 
 def _inverse(a: Any) -> Any:

@@ -535,6 +535,24 @@ class TestErrors:
             with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
                 getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(shape)))
 
+    @pytest.mark.parametrize("stacks", [(), (2,), (13,)], ids=str)
+    @pytest.mark.parametrize("value", [np.nan, -np.inf])
+    def test_odd_right_hand_sides_of_factors(self, grid, value, stacks):
+        """They are refused on all ranks, whichever has them; of terms that are not summed the sums count."""
+        a = pla.distribute(np.zeros((*stacks, 9, 9)) + np.eye(9) + 0.1, grid, grid.default_layout((*stacks, 9, 9)))
+        made = {make: make(a) for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor)}
+        for shape in ((9,), (9, 2), (9, triangular.FEW + 1), (*stacks, 9, 1)):
+            b = np.ones(shape)
+            b[(*(n - 1 for n in shape[: len(shape) - 2]), 4, *[0] * (len(shape) > 1))] = value
+            for layout in layouts(grid.axes, len(shape)):
+                x = pla.distribute(b, grid, layout.with_partial(())).redistribute(layout)
+                solves = [factor.solve for factor in made.values()]
+                solves += [lambda b: linalg.lu_solve(made[linalg.lu_factor], b, adjoint=True)]
+                solves += [lambda b: linalg.cho_solve(made[linalg.cho_factor], b)]
+                for solve in solves:
+                    with pytest.raises(ValueError, match="solve takes finite numbers; the array has NaNs"):
+                        solve(x)
+
     def test_what_is_no_matrix(self, grid):
         v, m = pla.ones(3, grid), pla.ones((3, 4), grid)
         with pytest.raises(np.linalg.LinAlgError, match=r"inv takes square matrices, not of shape \(3, 4\)"):
