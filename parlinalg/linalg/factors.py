@@ -572,6 +572,9 @@ class QRFactor(Factor):
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b.
 
+        A is taken to have full rank: like LAPACK's `gels`, this refuses only exact zeros on the diagonal of R.  Columns
+        that are dependent to rounding give a huge x; `lstsq` finds the rank, and the x of least norm.
+
         Raises
         ------
         LinAlgError

@@ -381,6 +381,8 @@ class QRStack(FactorStack):
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (..., m, k), in the layout of b.
 
+        All matrices are taken to have full rank, as by `QRFactor.solve`; `lstsq` takes any.
+
         Raises
         ------
         LinAlgError
@@ -394,6 +396,8 @@ class QRStack(FactorStack):
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         m, n = self.shape[-2:]
         if m < n:
-            raise LinAlgError(f"the QR factorization of matrices {self.shape} does not give solutions of least norm")
-        self._regular("the columns are dependent: R[{0}, {0}] is 0")
+            raise LinAlgError(
+                f"the QR factorization of matrices {self.shape} does not give solutions of least norm; lstsq does"
+            )
+        self._regular("the columns are dependent: R[{0}, {0}] is 0; lstsq takes them")
         return self._solved(b, m, n, lambda f, each: f.solution(each), check)
