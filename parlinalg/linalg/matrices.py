@@ -32,6 +32,7 @@ def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) ->
     """Return an array of matrices in a floating dtype; refuse what is none."""
     if not isinstance(x, DistArray):
         raise no_array(name, type(x).__name__)
+    x.grid.check_open()  # alike on any number of ranks, of which one would not communicate
     if x.ndim < (1 if vectors else 2):
         raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
     if square and x.shape[-1] != x.shape[-2]:

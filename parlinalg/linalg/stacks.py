@@ -244,6 +244,7 @@ class FactorStack(Factor):
 
     def _regular(self, problem: str) -> None:
         """Raise an error if a matrix is singular.  Collective."""
+        self.grid.check_open()
         if self.together:
             bad = [(at, f.zero) for at, f in zip(np.ndindex(*self.stacks), self.held, strict=True)]
             self._raise([f"matrix {at}: {problem.format(zero)}" for at, zero in bad if zero is not None])

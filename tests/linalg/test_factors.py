@@ -553,6 +553,30 @@ class TestErrors:
                     with pytest.raises(ValueError, match="solve takes finite numbers; the array has NaNs"):
                         solve(x)
 
+    def test_closed_grids(self, make_grid, world):
+        """One error, on any number of ranks."""
+        grid = make_grid({"a": world.size})
+        every = [pla.eye(6, grid=grid) + pla.zeros((*stacks, 6, 6), grid) for stacks in ((), (2,), (13,))]
+        b = pla.ones((6, 2), grid)
+        made = [make(a) for a in every for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor)]
+        calls = [lambda f=f: f.solve(b) for f in made]
+        names = (
+            "cholesky", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "expm", "inv", "lu", "lu_factor",
+            "cho_factor", "matrix_rank", "pinv", "polar", "qr", "qr_factor", "slogdet", "sqrtm", "svd", "svdvals",
+        )  # fmt: skip
+        calls += [lambda a=a, name=name: getattr(linalg, name)(a) for a in every for name in names]
+        names = ("solve", "lstsq", "solve_triangular")
+        calls += [lambda a=a, name=name: getattr(linalg, name)(a, b) for a in every for name in names]
+        one, v = every[0], b[:, 0].copy()
+        calls += [lambda n=n: getattr(linalg, n)(one, v) for n in ("cg", "minres", "gmres", "lsqr")]
+        calls += [lambda n=n: getattr(linalg, n)(one, 2) for n in ("eigsh", "svds", "svd_lowrank", "range_finder")]
+        calls += [lambda n=n: getattr(linalg, n)(one) for n in ("orth", "null_space")]
+        calls += [lambda: linalg.lobpcg(one, b), lambda: linalg.matrix_norm(one, ord="nuc")]
+        grid.close()
+        for call in calls:
+            with pytest.raises(pla.GridError, match=r"this grid is closed; make arrays and products before close\(\)"):
+                call()
+
     def test_what_is_no_matrix(self, grid):
         v, m = pla.ones(3, grid), pla.ones((3, 4), grid)
         with pytest.raises(np.linalg.LinAlgError, match=r"inv takes square matrices, not of shape \(3, 4\)"):
