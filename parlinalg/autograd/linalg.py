@@ -199,7 +199,7 @@ def determinant_of(a: Tensor, factor: Any) -> Tensor:
 @as_op(linalg.det)
 def det(x: Tensor, /) -> Tensor:
     """Return the determinants of square matrices; singular ones have derivatives too."""
-    return determinant_of(x, factored(x))
+    return determinant_of(x, factored(x, "det"))
 
 
 _logarithm = known("slogdet", "x found factor matrices", x=inverse_adjoint)
@@ -219,12 +219,12 @@ def slogdet_of(a: Tensor, factor: Any) -> factors.SlogdetResult:
 @as_op(linalg.slogdet)
 def slogdet(x: Tensor, /) -> factors.SlogdetResult:
     """Return the signs of the determinants and the logarithms of their sizes; real signs are constants."""
-    return slogdet_of(x, factored(x))
+    return slogdet_of(x, factored(x, "slogdet"))
 
 
-def factored(x: Tensor) -> Any:
+def factored(x: Tensor, name: str) -> Any:
     """Return the LU factorization of one square matrix; None for stacks of them, and for what is none."""
-    return factors.LUFactor(x.data) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
+    return factors.LUFactor(x.data, name=name) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
 
 
 # ------------------------------------------------------------------------------------------------ factorizations

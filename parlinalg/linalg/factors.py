@@ -104,19 +104,27 @@ class Factor:
 
         With `check`, NaNs and infinities are refused.  Collective.
         """
-        b = as_matrix(b, "solve", vectors=True)
+        given, b = b, as_matrix(b, "solve", vectors=True)
         if b.ndim > 2 or b.shape[0] != m or b.grid is not self.grid:
             raise ValueError(
                 f"solve takes right-hand sides of shape ({m},) or ({m}, k) on the factor's grid, not of {b.shape}"
             )
-        b = (b if b.ndim == 2 else b[:, None]).astype(np.result_type(b.dtype, self.dtype), copy=False)
-        if b.dtype != self.dtype:
-            raise TypeError(f"the factor is of {self.dtype}; it does not solve right-hand sides of {b.dtype}")
+        b = self._of_one_dtype(b if b.ndim == 2 else b[:, None], given.dtype)
         columns = self.tiles.columns(b.shape[1])
         brought = self.tiles.bring(b, rows, columns)
         if check:
             refuse_odd(self.tiles.worst([not kernels.finite(brought)])[0], "solve")
         return brought, columns, b
+
+    def _of_one_dtype(self, b: DistArray, given: np.dtype[Any]) -> DistArray:
+        """Return right-hand sides in the factorization's dtype; refuse a dtype `given` whose solutions have another."""
+        dtype = np.result_type(b.dtype, self.dtype)
+        if dtype != self.dtype:
+            raise TypeError(
+                f"the factor is of {self.dtype}; it does not solve right-hand sides of {given}, whose solutions are of "
+                f"{dtype}; factor A.astype({str(dtype)!r})"
+            )
+        return b.astype(dtype, copy=False)
 
     def _home(self, x: Any, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
         found = self.tiles.home(x, rows, columns, (n, b.shape[1]), b.layout.with_partial(()))
@@ -242,9 +250,9 @@ class LUFactor(Factor):
 
     def __init__(
         self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
-        spent: bool = False,
+        spent: bool = False, name: str = "lu_factor",
     ) -> None:  # fmt: skip
-        a = as_matrix(a, "lu_factor")
+        a = as_matrix(a, name)
         super().__init__(a)
         self.tiles = tiles = tiles_for(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
@@ -274,7 +282,7 @@ class LUFactor(Factor):
         if odd and late:  # were they in A or b, or did a pivot of 0 make them?
             summed = a.summed()  # which is collective
             odd, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
-        refuse_odd(odd, "lu_factor" if b is None else "solve")
+        refuse_odd(odd, name)
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
 

@@ -217,7 +217,7 @@ class FactorStack(Factor):
 
     def _matrices_of(self, b: Any, rows: int) -> DistArray:
         """Return b as matrices, one for each factorization."""
-        b = as_matrix(b, "solve", vectors=True)
+        given, b = b, as_matrix(b, "solve", vectors=True)
         b = b[:, None] if b.ndim == 1 else b
         lead = b.shape[:-2]
         fits = len(lead) <= len(self.stacks) and all(
@@ -228,9 +228,7 @@ class FactorStack(Factor):
                 f"solve takes right-hand sides of shape ({rows},) or (..., {rows}, k) on the grid of these factors of "
                 f"shape {self.shape}, not of {b.shape}"
             )
-        if np.result_type(b.dtype, self.dtype) != self.dtype:
-            raise TypeError(f"the factor is of {self.dtype}; it does not solve right-hand sides of {b.dtype}")
-        return broadcast_to(b.astype(self.dtype, copy=False), (*self.stacks, *b.shape[-2:]))
+        return broadcast_to(self._of_one_dtype(b, given.dtype), (*self.stacks, *b.shape[-2:]))
 
     def _refuse_odd(self, check: bool, block: Any) -> None:
         """Raise an error on all ranks if `check` is given and a rank's right-hand sides have NaNs or infinities."""

@@ -532,8 +532,10 @@ class TestErrors:
         for shape in ((9, 9), (16, 3, 3)):
             a = np.zeros(shape) + np.eye(shape[-1])
             a[..., -1, 0] = value
-            with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
-                getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(shape)))
+            x = pla.distribute(a, grid, grid.default_layout(shape))
+            for each in (x, pla.Tensor(x)):
+                with pytest.raises(ValueError, match=f"{name} takes finite numbers; the array has NaNs or infinities"):
+                    getattr(linalg, name)(each)
 
     @pytest.mark.parametrize("stacks", [(), (2,), (13,)], ids=str)
     @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -585,6 +587,12 @@ class TestErrors:
             linalg.qr(v)
         with pytest.raises(TypeError, match="takes DistArrays, not ndarray"):
             linalg.inv(np.eye(3))
+        with pytest.raises(np.linalg.LinAlgError, match=r"solve takes vectors and matrices .*, not of shape \(\)"):
+            linalg.solve(pla.ones((3, 3), grid), pla.asarray(1.0, grid=grid))
+        for make, a in itertools.product((linalg.lu_factor, linalg.qr_factor), (1, pla.ones((13, 1, 1), grid))):
+            factor = make((pla.eye(3, grid=grid) * a).astype(np.float32))
+            with pytest.raises(TypeError, match="right-hand sides of int64, whose solutions are of float64; factor A"):
+                factor.solve(pla.ones(3, grid, dtype=np.int64))
         with pytest.raises(ValueError, match=r"right-hand sides of 3 rows, not of shape \(4,\)"):
             linalg.solve(pla.ones((3, 3), grid), pla.ones(4, grid))
         with pytest.raises(TypeError, match="float32, float64, complex64 and complex128, not float16"):

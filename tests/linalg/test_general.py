@@ -249,6 +249,9 @@ def test_bases(grid):
     x = pla.distribute(a, grid, Layout(None, None))
     assert [linalg.orth(x, r).shape[1] for r in (None, 1e-6, 1e-2)] == [3, 2, 1]
     assert linalg.null_space(x, 1e-6).shape == (3, 1)
+    for name in ("orth", "null_space"):
+        with pytest.raises(ValueError, match=f"{name}: rcond is a number, or None, not nan"):
+            getattr(linalg, name)(x, np.nan)
     with pytest.raises(ValueError, match=r"orth takes one matrix, not a stack of shape \(2, 3, 3\)"):
         linalg.orth(pla.ones((2, 3, 3), grid))
 
