@@ -199,8 +199,7 @@ class Grid:
 
         Its first use is collective over those ranks; it is kept until the grid is closed.
         """
-        if self._closed:
-            raise GridError("this grid is closed; make arrays and products before close() or inside `with`")
+        self.check_open()
         if (found := self._subs.get(axes)) is not None:
             return found
         for axis in axes:
@@ -211,6 +210,11 @@ class Grid:
             self._subs[key] = self._make_comm(key)
         self._subs[axes] = self._subs[key]
         return self._subs[key]
+
+    def check_open(self) -> None:
+        """Raise GridError if the grid is closed."""
+        if self._closed:
+            raise GridError("this grid is closed; make arrays and products before close() or inside `with`")
 
     def _make_comm(self, axes: Cut) -> Comm:
         if not axes or not self.inside:

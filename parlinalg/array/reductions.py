@@ -208,7 +208,7 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
 
 def vector_norm(a: DistArray, ord: Any, dims: tuple[int, ...], keepdims: bool) -> DistArray:
     """Return the norms of vectors, whose elements lie along any number of dims."""
-    if isinstance(ord, str):
+    if ord is None or isinstance(ord, str):
         raise ValueError(f"vector_norm takes a number for ord, not {ord!r}, which matrix_norm may know")
     a, finished = _measured(a)
     if ord in (math.inf, -math.inf):

@@ -588,7 +588,7 @@ _norm = differentiable(linalg.vector_norm, x=of_norm)
 @as_op(linalg.vector_norm)
 def vector_norm(x: Tensor, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:
     """Return the vector norms over dims; that of order 0 is a constant."""
-    if ord == 0 or isinstance(ord, str):  # which is an error
+    if ord == 0 or ord is None or isinstance(ord, str):  # the last two are errors
         return linalg.vector_norm(x.data, axis=axis, keepdims=keepdims, ord=ord)
     if math.isfinite(ord):
         return _norm(x, axis=axis, keepdims=keepdims, ord=ord)

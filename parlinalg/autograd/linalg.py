@@ -109,7 +109,7 @@ def solved_back(g: DistArray, factor: Any, matrices: Any, other: bool) -> DistAr
     """Return A⁻ᴴ g, with `other` A⁻¹ g, by the factorization of A if there is one."""
     if factor is None:
         return linalg.solve(adjoint(matrices), g)
-    return factor.solve(g, adjoint=not other)
+    return factor.solution(g, adjoint=not other)
 
 
 _solution = known(
@@ -174,7 +174,7 @@ def inverse_adjoint(scale: DistArray, like: Frame, factor: Any, matrices: Any) -
     if factor is None:
         return scale[..., None, None] * adjoint(linalg.inv(matrices))
     one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=like.layout.with_partial(()))
-    return factor.solve(one * scale, adjoint=True)
+    return factor.solution(one * scale, adjoint=True)
 
 
 def of_determinant(g: DistArray, y: DistArray, like: Frame, factor: Any, matrices: Any) -> DistArray:
@@ -199,7 +199,7 @@ def determinant_of(a: Tensor, factor: Any) -> Tensor:
 @as_op(linalg.det)
 def det(x: Tensor, /) -> Tensor:
     """Return the determinants of square matrices; singular ones have derivatives too."""
-    return determinant_of(x, factored(x))
+    return determinant_of(x, factored(x, "det"))
 
 
 _logarithm = known("slogdet", "x found factor matrices", x=inverse_adjoint)
@@ -219,12 +219,12 @@ def slogdet_of(a: Tensor, factor: Any) -> factors.SlogdetResult:
 @as_op(linalg.slogdet)
 def slogdet(x: Tensor, /) -> factors.SlogdetResult:
     """Return the signs of the determinants and the logarithms of their sizes; real signs are constants."""
-    return slogdet_of(x, factored(x))
+    return slogdet_of(x, factored(x, "slogdet"))
 
 
-def factored(x: Tensor) -> Any:
+def factored(x: Tensor, name: str) -> Any:
     """Return the LU factorization of one square matrix; None for stacks of them, and for what is none."""
-    return factors.LUFactor(x.data) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
+    return factors.LUFactor(x.data, name=name) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
 
 
 # ------------------------------------------------------------------------------------------------ factorizations
@@ -374,7 +374,7 @@ class TensorCholesky(TensorFactor):
 
 _positive_solution = known(
     "solve", "a b found factor",
-    shared=lambda g, factor: factor.solve(g),
+    shared=lambda g, factor: factor.solution(g),
     a=lambda g, y: -hermitian(g @ adjoint(y)),
     b=lambda g: g,
 )  # fmt: skip

@@ -86,28 +86,43 @@ _given: list[int] = []
 
 @cache
 def scipy_linalg() -> Any:
-    """Return `scipy.linalg`, whose BLAS and LAPACK start as many threads as NumPy's.
+    """Return `scipy.linalg`, whose BLAS and LAPACK start as many threads as NumPy's does now.
 
     SciPy's wheel has a BLAS of its own, which takes all cores when it is loaded: with the first factorization, long
-    after the grid was made.
+    after the grid was made.  Libraries that were loaded before keep the threads that they have, which the program may
+    have changed meanwhile.
     """
+    loaded = _loaded()
     import scipy.linalg
     import scipy.linalg.cython_blas
     import scipy.linalg.cython_lapack
 
-    for threads in _given:
-        _set_threads(threads)
+    for given in _given:
+        _set_threads(blas_threads() or given, loaded)
     return scipy.linalg
 
 
-def _set_threads(threads: int) -> None:
-    """Set the threads of every BLAS that is loaded."""
+def _loaded() -> list[str]:
+    """Return the files of the BLAS that are loaded, without SciPy's, as far as threadpoolctl tells."""
     try:
-        from threadpoolctl import threadpool_limits
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return []
+    own = [str(folder.resolve()) for folder in _folders("scipy")] if "scipy.linalg" in sys.modules else []
+    files = [each["filepath"] for each in threadpool_info() if each["user_api"] == "blas"]
+    return [each for each in files if str(Path(each).parent) not in own]
+
+
+def _set_threads(threads: int, leave: Sequence[str] = ()) -> None:
+    """Set the threads of every BLAS that is loaded, but for those in the files to leave."""
+    try:
+        from threadpoolctl import ThreadpoolController
     except ImportError:
         _set_openblas(threads)
     else:
-        threadpool_limits(limits=threads, user_api="blas")
+        for library in ThreadpoolController().select(user_api="blas").lib_controllers:
+            if library.filepath not in leave:
+                library.set_num_threads(threads)
 
 
 def _limit(name: str) -> int | None:
@@ -132,13 +147,17 @@ SETTERS = (
 """The names that OpenBLAS's function has in wheels, newer ones first."""
 
 
+def _folders(package: str) -> list[Path]:
+    """Return where the wheel of a package, which is imported, has its libraries."""
+    folder = Path(sys.modules[package].__file__ or "").parent
+    return [folder.parent / f"{package}.libs", folder / ".dylibs"]
+
+
 @cache
 def _in_openblas(symbol: str, package: str = "numpy") -> Any:
     """Return a function of the OpenBLAS inside NumPy's wheel, or SciPy's; None where there is none, or not this one."""
-    name = package.partition(".")[0]
-    folder = Path(sys.modules[name].__file__ or "").parent
-    folders = [folder.parent / f"{name}.libs", folder / ".dylibs"]
-    for path in (file for folder in folders if folder.is_dir() for file in folder.glob("*openblas*")):
+    folders = [folder for folder in _folders(package.partition(".")[0]) if folder.is_dir()]
+    for path in (file for folder in folders for file in folder.glob("*openblas*")):
         library = ctypes.CDLL(str(path))  # the one already loaded: the path is the same
         if hasattr(library, symbol):
             return getattr(library, symbol)

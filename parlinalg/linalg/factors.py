@@ -97,18 +97,34 @@ class Factor:
             f"{self.maker}(A) again, or the arrays that the factorization has"
         )
 
-    def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[Any, list[Numbers], DistArray]:
-        """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix."""
-        b = as_matrix(b, "solve", vectors=True)
+    def _right_hand_sides(
+        self, b: Any, rows: list[Numbers], m: int, check: bool = False
+    ) -> tuple[Any, list[Numbers], DistArray]:  # fmt: skip
+        """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix.
+
+        With `check`, NaNs and infinities are refused.  Collective.
+        """
+        given, b = b, as_matrix(b, "solve", vectors=True)
         if b.ndim > 2 or b.shape[0] != m or b.grid is not self.grid:
             raise ValueError(
                 f"solve takes right-hand sides of shape ({m},) or ({m}, k) on the factor's grid, not of {b.shape}"
             )
-        b = (b if b.ndim == 2 else b[:, None]).astype(np.result_type(b.dtype, self.dtype), copy=False)
-        if b.dtype != self.dtype:
-            raise TypeError(f"the factor is of {self.dtype}; it does not solve right-hand sides of {b.dtype}")
+        b = self._of_one_dtype(b if b.ndim == 2 else b[:, None], given.dtype)
         columns = self.tiles.columns(b.shape[1])
-        return self.tiles.bring(b, rows, columns), columns, b
+        brought = self.tiles.bring(b, rows, columns)
+        if check:
+            refuse_odd(self.tiles.worst([not kernels.finite(brought)])[0], "solve")
+        return brought, columns, b
+
+    def _of_one_dtype(self, b: DistArray, given: np.dtype[Any]) -> DistArray:
+        """Return right-hand sides in the factorization's dtype; refuse a dtype `given` whose solutions have another."""
+        dtype = np.result_type(b.dtype, self.dtype)
+        if dtype != self.dtype:
+            raise TypeError(
+                f"the factor is of {self.dtype}; it does not solve right-hand sides of {given}, whose solutions are of "
+                f"{dtype}; factor A.astype({str(dtype)!r})"
+            )
+        return b.astype(dtype, copy=False)
 
     def _home(self, x: Any, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
         found = self.tiles.home(x, rows, columns, (n, b.shape[1]), b.layout.with_partial(()))
@@ -191,9 +207,19 @@ class CholeskyFactor(Factor):
 
     @primitive
     def solve(self, b: DistArray) -> DistArray:
-        """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
+        """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b.
+
+        Raises
+        ------
+        ValueError
+            If b has NaNs or infinities.
+        """
+        return self.solution(b, check=True)
+
+    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[0]
-        x, columns, matrix = self._right_hand_sides(b, self.rows, n)
+        x, columns, matrix = self._right_hand_sides(b, self.rows, n, check)
         for adjoint in (False, True):
             triangular.substitute(self.tiles, self._t, self.rows, x, n, columns, lower=True, adjoint=adjoint)
         return self._home(x, self.rows, columns, n, matrix, b)
@@ -224,9 +250,9 @@ class LUFactor(Factor):
 
     def __init__(
         self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
-        spent: bool = False,
+        spent: bool = False, name: str = "lu_factor",
     ) -> None:  # fmt: skip
-        a = as_matrix(a, "lu_factor")
+        a = as_matrix(a, name)
         super().__init__(a)
         self.tiles = tiles = tiles_for(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
@@ -256,7 +282,7 @@ class LUFactor(Factor):
         if odd and late:  # were they in A or b, or did a pivot of 0 make them?
             summed = a.summed()  # which is collective
             odd, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
-        refuse_odd(odd, "lu_factor" if b is None else "solve")
+        refuse_odd(odd, name)
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
 
@@ -368,11 +394,23 @@ class LUFactor(Factor):
 
     @primitive
     def solve(self, b: DistArray, adjoint: bool = False) -> DistArray:
-        """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b."""
+        """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b.
+
+        Raises
+        ------
+        LinAlgError
+            If A is singular: an element of U's diagonal is 0, which it names.
+        ValueError
+            If b has NaNs or infinities.
+        """
+        return self.solution(b, adjoint, check=True)
+
+    def solution(self, b: DistArray, adjoint: bool = False, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         self.check()
         n = self.shape[0]
         before, after = (self.positions, self.rows) if adjoint else (self.rows, self.positions)
-        x, columns, matrix = self._right_hand_sides(b, before, n)
+        x, columns, matrix = self._right_hand_sides(b, before, n, check)
         triangles = [(True, True), (False, False)]  # L, which has ones on its diagonal, then U
         for lower, unit in reversed(triangles) if adjoint else triangles:
             triangular.substitute(
@@ -542,11 +580,20 @@ class QRFactor(Factor):
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b.
 
+        A is taken to have full rank: like LAPACK's `gels`, this refuses only exact zeros on the diagonal of R.  Columns
+        that are dependent to rounding give a huge x; `lstsq` finds the rank, and the x of least norm.
+
         Raises
         ------
         LinAlgError
             If A has more columns than rows, or an element of R's diagonal is 0, which it names.
+        ValueError
+            If b has NaNs or infinities.
         """
+        return self.solution(b, check=True)
+
+    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         m, n = self.shape
         if m < n:
             raise LinAlgError(
@@ -554,7 +601,7 @@ class QRFactor(Factor):
             )
         if self.zero is not None:
             raise LinAlgError(f"the columns are dependent: R[{self.zero}, {self.zero}] is 0; lstsq takes them")
-        x, columns, matrix = self._right_hand_sides(b, self.rows, m)
+        x, columns, matrix = self._right_hand_sides(b, self.rows, m, check)
         if self.grid.inside:
             for each in self._work.kept:
                 reflect(self.tiles, each.y, each.t, x[self._work.row(each.k) :], adjoint=True)

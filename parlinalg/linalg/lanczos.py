@@ -337,7 +337,7 @@ class _ShiftInvert:
             factor.check()
         except LinAlgError as error:
             raise LinAlgError(f"eigsh: sigma = {sigma!r} is an eigenvalue; move it a little ({error})") from None
-        self.solve = factor.solve
+        self.solve = factor.solution
 
     def eigenvalues(self, values: np.ndarray, power: Any) -> np.ndarray:
         """Return those of A, by those of the inverse times 2 to this power."""

@@ -32,8 +32,10 @@ def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) ->
     """Return an array of matrices in a floating dtype; refuse what is none."""
     if not isinstance(x, DistArray):
         raise no_array(name, type(x).__name__)
+    x.grid.check_open()  # alike on any number of ranks, of which one would not communicate
     if x.ndim < (1 if vectors else 2):
-        raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
+        what = "vectors and matrices as right-hand sides" if vectors else "matrices, arrays of at least two dims"
+        raise LinAlgError(f"{name} takes {what}, not of shape {x.shape}")
     if square and x.shape[-1] != x.shape[-2]:
         raise LinAlgError(f"{name} takes square matrices, not of shape {x.shape}")
     if x.dtype.kind in "biu":
@@ -94,9 +96,12 @@ def no_layers(block: int | None, depth: int | None) -> int | None:
 def cutoff(name: str, value: Any) -> float:
     """Return the share of the largest singular value up to which others count as 0, a number."""
     try:
-        return float(value if not isinstance(value, str | bool) else "no number")
+        found = float(value if not isinstance(value, str | bool) else "no number")
     except (TypeError, ValueError):
         raise TypeError(f"{name}: rcond is a number, or None, not {value!r}") from None
+    if math.isnan(found):
+        raise ValueError(f"{name}: rcond is a number, or None, not {value!r}")
+    return found
 
 
 def refuse_odd(odd: bool | float, name: str) -> None:

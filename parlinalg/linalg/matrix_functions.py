@@ -218,14 +218,24 @@ def _excess(a: DistArray, m: int, squarings: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ square root
+NEGLIGIBLE = 10
+"""How many times n ε ‖A‖ eigenvalues of a real matrix may be below 0 by rounding; the derivatives' limit, too."""
+
+
 @primitive
 def sqrtm(x: DistArray, /) -> DistArray:
     """Return the principal square roots of square matrices [..., n, n]: X X = A, with eigenvalues of real parts ≥ 0.
 
     A Hermitian matrix is taken apart by `eigh`, any other by its Schur form (Björck and Hammarling 1983; Deadman,
-    Higham and Ralha 2013), whose root one rank finds (see `eig`; memory and time are alike).  Negative eigenvalues
-    within rounding of 0, n ε ‖A‖, count as 0.  The residual X X - A is of the size n ε ‖X‖².  The root
-    lies like A.
+    Higham and Ralha 2013), whose root one rank finds (see `eig`; memory and time are alike).  The residual X X - A is
+    of the size n ε ‖X‖².  The root lies like A.
+
+    Of a real matrix, eigenvalues from -10 n ε ‖A‖ to 0 count as 0: rounding makes such eigenvalues of a matrix that has
+    a real root, as of B @ B.T of less than full rank.  They are elements of the diagonal of the (Schur) form, which is
+    that of A with an error of the size n ε ‖A‖, and turning them into 0 changes A by no more than their size in the
+    2-norm: X is the real root of a matrix as near to A as rounding.  `scipy.linalg.sqrtm` returns a complex root
+    there, with imaginary parts up to the root of n ε ‖A‖, as `sqrtm(A.astype(complex))` does here.  An eigenvalue whose
+    condition number is large may be further below 0 by rounding of A alone, and is refused.
 
     Raises
     ------
@@ -247,9 +257,10 @@ def sqrtm(x: DistArray, /) -> DistArray:
     if truth((x == x.mT.conj()).all(), "hermitian", "whether the matrix of sqrtm is Hermitian"):
         w, v = eigh(x)
         least, most = float(w.min()), float(abs(w).max())
-        if x.dtype.kind != "c" and least < -n * float(np.finfo(x.dtype).eps) * most:
+        rounding = n * float(np.finfo(x.dtype).eps) * most
+        if x.dtype.kind != "c" and least < -NEGLIGIBLE * rounding:
             raise _negative(least)
-        root = np.where(abs(w) <= n * float(np.finfo(x.dtype).eps) * most, w * 0, w)
+        root = np.where((w if x.dtype.kind != "c" else abs(w)) <= rounding, w * 0, w)
         root = np.sqrt(root if x.dtype.kind != "c" else root.astype(x.dtype))
         return matmul(v * root, v.mT.conj(), layout=layout)
     form = Schur(x, "sqrtm", balance=False)
@@ -285,7 +296,7 @@ def _principal(t: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
     if t.dtype.kind != "c":
         negative = np.flatnonzero((values.imag == 0) & (values.real < 0))
         least = float(values.real[negative].min(initial=0))
-        if least < -rounding:
+        if least < -NEGLIGIBLE * rounding:
             return t, least
         t[negative, negative] = 0
     return _root(t, rounding), 0.0
@@ -405,7 +416,7 @@ def halley(a: DistArray) -> DistArray | None:
             _add_to_diagonal(inner, 1)
             w = cho_factor(inner)
             del inner
-            step, weight = w.solve(x.mT.conj()).mT.conj().redistribute(layout), p - q / r
+            step, weight = w.solution(x.mT.conj()).mT.conj().redistribute(layout), p - q / r
             del w
         _combine([(x, [q / r, weight])], [x, step])
         del step

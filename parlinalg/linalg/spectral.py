@@ -353,6 +353,8 @@ def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts."""
     if rtol is None:
         rtol = least * float(np.finfo(s.dtype).eps)
+    if isinstance(rtol, float) and math.isnan(rtol):
+        raise ValueError(f"rtol is a number, or one for every matrix, or None, not {rtol!r}")
     largest = s.max(axis=-1, keepdims=True) if s.shape[-1] else zeros((*s.shape[:-1], 1), dtype=s.dtype, grid=s.grid)
     if isinstance(rtol, DistArray) and rtol.ndim:
         rtol = reshape(rtol, (*rtol.shape, 1))
@@ -381,6 +383,7 @@ def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
     `rtol` is max(m, n) times the dtype's eps by default; a number, or one for every matrix.
     """
+    x = as_matrix(x, "matrix_rank")
     s = svdvals(x)
     return (s > limit_of(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
 
@@ -391,6 +394,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
     Those are the ones below `rtol` times the largest, by default max(m, n) times the dtype's eps.
     """
+    x = as_matrix(x, "pinv")
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
     inverse = reciprocals(s, kept)
@@ -402,7 +406,9 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
     """Return the condition numbers of matrices, in a norm of `matrix_norm`; None is 2.  Of singular ones it is inf."""
     from parlinalg.linalg import matrix_norm
 
-    if x.ndim > 1 and not math.prod(x.shape[-2:]):
+    if x.ndim < 2:
+        raise LinAlgError(f"cond takes matrices, arrays of at least two dims, not of shape {x.shape}")
+    if not math.prod(x.shape[-2:]):
         raise LinAlgError(f"cond is not defined on empty matrices, of shape {x.shape}")
     if p in (None, 2, -2):
         s = svdvals(x)
@@ -410,12 +416,12 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
         with np.errstate(all="ignore"):
             found: DistArray = high / low if p != -2 else low / high
     else:
+        if x.shape[-1] != x.shape[-2]:
+            raise LinAlgError(f"cond of order {p!r} takes square matrices, not of shape {x.shape}; order 2 takes any")
         size: Any = math.inf
         try:
             size = matrix_norm(inv(x), ord=p)
         except LinAlgError:
-            if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
-                raise
             if x.ndim > 2:  # some are singular
                 each = [cond(x[at], p) for at in np.ndindex(*x.shape[:-2])]
                 return reshape(stack(each), x.shape[:-2]).redistribute(Layout(*x.layout.dims[:-2]))

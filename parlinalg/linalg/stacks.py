@@ -25,6 +25,7 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
 from parlinalg.linalg.lu import determinant
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, refuse_odd
+from parlinalg.linalg.tiles import worst
 
 
 # ------------------------------------------------------------------------------------------------ of one rank
@@ -55,7 +56,7 @@ class LocalCholesky(Local):
                 f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not positive"
             )
 
-    def solve(self, b: np.ndarray) -> np.ndarray:
+    def solution(self, b: np.ndarray) -> np.ndarray:
         """Return x of A x = b."""
         x = namespace(b).array(b, order="C")
         for adjoint in (False, True):
@@ -73,7 +74,7 @@ class LocalLU(Local):
         zeros = kernels.zeros(self.diagonal)
         self.zero = int(zeros[0]) if len(zeros) else None
 
-    def solve(self, b: np.ndarray, adjoint: bool = False) -> np.ndarray:
+    def solution(self, b: np.ndarray, adjoint: bool = False) -> np.ndarray:
         """Return x of A x = b, or with `adjoint` of Aᴴ x = b."""
         x = namespace(b).array(b if adjoint else b[self.order], order="C")
         triangles = [(True, True), (False, False)]
@@ -113,7 +114,7 @@ class LocalQR(Local):
         q = self.q if columns <= self.q.shape[1] else np.linalg.qr(self._a, "complete")[0]
         return q[:, :columns]
 
-    def solve(self, b: np.ndarray) -> np.ndarray:
+    def solution(self, b: np.ndarray) -> np.ndarray:
         """Return the x for which ‖A x - b‖ is least, for m ≥ n."""
         x = namespace(b).ascontiguousarray(kernels.adjoint(self.q) @ b)
         kernels.substitute(self.r, x)
@@ -185,15 +186,21 @@ class FactorStack(Factor):
 
     def _results(
         self, one: Callable[..., Any], core: tuple[int, ...], dtype: Any = None, rest: Layout | None = None,
-        b: DistArray | None = None,
+        b: DistArray | None = None, check: bool = False,
     ) -> DistArray:  # fmt: skip
-        """Return the results of a function of a factorization and of the matrix of b for all of them, [..., *core]."""
+        """Return the results of a function of a factorization and of the matrix of b for all of them, [..., *core].
+
+        With `check`, NaNs and infinities of b are refused.
+        """
         rest, grid = self.layout if rest is None else rest, self.grid
         dtype = self.dtype if dtype is None else dtype
         shape = (*self.stacks, *core)
         final = Layout(*rest.dims[: len(shape)])
         if self.together:
             indices = np.ndindex(*self.stacks)
+            if b is not None:
+                b = b.summed()
+                self._refuse_odd(check, b.block)
             each = [one(f) if b is None else one(f, b[at]) for f, at in zip(self.held, indices, strict=True)]
             return reshape(stack(each), shape).redistribute(final)
         layout = Layout(*self._cut.dims, *[None] * len(core))
@@ -201,6 +208,7 @@ class FactorStack(Factor):
         sides: Any = None
         if b is not None:
             moved = b.redistribute(Layout(*self._cut.dims, None, None))
+            self._refuse_odd(check, moved.block)
             sides = _listed(grid.backend.to_host(moved.block))
         flat = out.reshape(len(self.held), *core) if grid.inside else out
         for number, factor in enumerate(self.held):
@@ -209,7 +217,7 @@ class FactorStack(Factor):
 
     def _matrices_of(self, b: Any, rows: int) -> DistArray:
         """Return b as matrices, one for each factorization."""
-        b = as_matrix(b, "solve", vectors=True)
+        given, b = b, as_matrix(b, "solve", vectors=True)
         b = b[:, None] if b.ndim == 1 else b
         lead = b.shape[:-2]
         fits = len(lead) <= len(self.stacks) and all(
@@ -220,17 +228,21 @@ class FactorStack(Factor):
                 f"solve takes right-hand sides of shape ({rows},) or (..., {rows}, k) on the grid of these factors of "
                 f"shape {self.shape}, not of {b.shape}"
             )
-        if np.result_type(b.dtype, self.dtype) != self.dtype:
-            raise TypeError(f"the factor is of {self.dtype}; it does not solve right-hand sides of {b.dtype}")
-        return broadcast_to(b.astype(self.dtype, copy=False), (*self.stacks, *b.shape[-2:]))
+        return broadcast_to(self._of_one_dtype(b, given.dtype), (*self.stacks, *b.shape[-2:]))
 
-    def _solved(self, b: DistArray, rows: int, n: int, solve: Callable[..., Any]) -> DistArray:
+    def _refuse_odd(self, check: bool, block: Any) -> None:
+        """Raise an error on all ranks if `check` is given and a rank's right-hand sides have NaNs or infinities."""
+        if check:
+            refuse_odd(worst(self.grid, [not kernels.finite(block)])[0], "solve")
+
+    def _solved(self, b: DistArray, rows: int, n: int, solve: Callable[..., Any], check: bool) -> DistArray:
         sides = self._matrices_of(b, rows)
-        x = self._results(solve, (n, sides.shape[-1]), rest=sides.layout.with_partial(()), b=sides)
+        x = self._results(solve, (n, sides.shape[-1]), rest=sides.layout.with_partial(()), b=sides, check=check)
         return x[..., 0] if b.ndim == 1 else x
 
     def _regular(self, problem: str) -> None:
         """Raise an error if a matrix is singular.  Collective."""
+        self.grid.check_open()
         if self.together:
             bad = [(at, f.zero) for at, f in zip(np.ndindex(*self.stacks), self.held, strict=True)]
             self._raise([f"matrix {at}: {problem.format(zero)}" for at, zero in bad if zero is not None])
@@ -255,9 +267,19 @@ class CholeskyStack(FactorStack):
 
     @primitive
     def solve(self, b: DistArray) -> DistArray:
-        """Return x of A x = b, for b of shape (n,) or (..., n, k), in the layout of b."""
+        """Return x of A x = b, for b of shape (n,) or (..., n, k), in the layout of b.
+
+        Raises
+        ------
+        ValueError
+            If b has NaNs or infinities.
+        """
+        return self.solution(b, check=True)
+
+    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[-1]
-        return self._solved(b, n, n, lambda f, each: f.solve(each))
+        return self._solved(b, n, n, lambda f, each: f.solution(each), check)
 
 
 class LUStack(FactorStack):
@@ -277,11 +299,17 @@ class LUStack(FactorStack):
         ------
         LinAlgError
             If a matrix is singular, which it names.
+        ValueError
+            If b has NaNs or infinities.
         """
+        return self.solution(b, adjoint, check=True)
+
+    def solution(self, b: DistArray, adjoint: bool = False, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         self._square("have solutions for every right-hand side")
         self._regular("the matrix is singular: U[{0}, {0}] of its factorization is 0")
         n = self.shape[-1]
-        return self._solved(b, n, n, lambda f, each: f.solve(each, adjoint))
+        return self._solved(b, n, n, lambda f, each: f.solution(each, adjoint), check)
 
     @property
     def permutation(self) -> np.ndarray:
@@ -352,13 +380,23 @@ class QRStack(FactorStack):
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (..., m, k), in the layout of b.
 
+        All matrices are taken to have full rank, as by `QRFactor.solve`; `lstsq` takes any.
+
         Raises
         ------
         LinAlgError
             If A has more columns than rows, or the columns of a matrix are dependent.
+        ValueError
+            If b has NaNs or infinities.
         """
+        return self.solution(b, check=True)
+
+    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         m, n = self.shape[-2:]
         if m < n:
-            raise LinAlgError(f"the QR factorization of matrices {self.shape} does not give solutions of least norm")
-        self._regular("the columns are dependent: R[{0}, {0}] is 0")
-        return self._solved(b, m, n, lambda f, each: f.solve(each))
+            raise LinAlgError(
+                f"the QR factorization of matrices {self.shape} does not give solutions of least norm; lstsq does"
+            )
+        self._regular("the columns are dependent: R[{0}, {0}] is 0; lstsq takes them")
+        return self._solved(b, m, n, lambda f, each: f.solution(each), check)

@@ -74,7 +74,7 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
 
     def approximate(r: DistArray) -> DistArray:
         sizes = abs(r).max(axis=0)
-        return factor.solve(kernels.quotients(r, sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
+        return factor.solution(kernels.quotients(r, sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
 
     bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
 
@@ -134,7 +134,7 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
             return kernels.stacked(kernels.routines(p).solve, _solution, p, q)
 
         return batches("solve", local, solve, a, b, like=1)[0], None
-    factor = LUFactor(a, b=b, depth=depth)  # with the right-hand sides as further columns
+    factor = LUFactor(a, b=b, depth=depth, name="solve")  # with the right-hand sides as further columns
     return factor.carried(b), factor
 
 
@@ -143,7 +143,7 @@ def _solution(a: Any, b: Any) -> Any:
     factor = LocalLU(a)
     if factor.zero is not None:
         raise LinAlgError("Singular matrix")  # as NumPy says it
-    return factor.solve(b)
+    return factor.solution(b)
 
 
 def _inverse(a: Any) -> Any:
@@ -164,7 +164,7 @@ def inv(x: DistArray, /) -> DistArray:
     if x.ndim > 2:
         return batches("inv", lambda xp, a: kernels.stacked(xp.linalg.inv, _inverse, a), inv, x)[0]
     one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
-    return LUFactor(x, b=one).carried(one)
+    return LUFactor(x, b=one, name="inv").carried(one)
 
 
 @primitive
@@ -173,7 +173,7 @@ def det(x: DistArray, /) -> DistArray:
     x = as_matrix(x, "det", square=True)
     if x.ndim > 2:
         return batches("det", lambda xp, a: kernels.stacked(xp.linalg.det, lambda a: LocalLU(a).det, a), det, x)[0]
-    return LUFactor(x).det
+    return LUFactor(x, name="det").det
 
 
 @primitive
@@ -186,7 +186,7 @@ def slogdet(x: DistArray, /) -> SlogdetResult:
             return tuple(kernels.stacked(xp.linalg.slogdet, lambda a: LocalLU(a).slogdet(), a))
 
         return SlogdetResult(*batches("slogdet", local, slogdet, x))
-    return LUFactor(x).slogdet()
+    return LUFactor(x, name="slogdet").slogdet()
 
 
 @primitive

@@ -235,6 +235,7 @@ class Tiles(Deal):
 
 def worst(grid: Grid, values: Sequence[float]) -> list[float]:
     """Return the largest of each value over all ranks, those outside the grid included.  Collective."""
+    grid.check_open()
     found = np.asarray(values, np.float64)
     grid.world.all_reduce(found, op="max")
     return found.tolist()

@@ -82,6 +82,38 @@ def test_a_library_that_scipy_loads_later_obeys(without: bool) -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
 
+CHANGED = """
+import sys
+import threadpoolctl
+from parlinalg.backend import blas
+
+def found():
+    return [library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+
+blas.cores = lambda: set(range(4))
+blas.set_blas_threads(4)
+{early}
+if {chosen}:
+    threadpoolctl.threadpool_limits(2, user_api="blas")
+if {without}:
+    sys.modules["threadpoolctl"] = None
+blas.scipy_linalg()
+assert set(found()) == {{2 if {chosen} else 1}}, found()
+"""
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "given"])
+@pytest.mark.parametrize("early", ["", "import scipy.linalg"], ids=["later", "earlier"])
+@pytest.mark.parametrize("without", [False, True], ids=["threadpoolctl", "ctypes"])
+def test_the_threads_that_a_program_chose_stay(without: bool, early: str, chosen: bool) -> None:
+    """SciPy's library takes those of NumPy's, also where it was loaded before."""
+    if blas._in_openblas("scipy_openblas_get_num_threads64_") is None:
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    environment = {name: value for name, value in os.environ.items() if name not in blas.LIMITS}
+    program = CHANGED.format(without=without, early=early, chosen=chosen)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
 def test_only_ranks_on_the_same_cores_share_them() -> None:
     bound = [["a", "3"], ["a", "c"], ["b", "3"], ["b", "f"]]
     assert [blas.sharing(bound, rank) for rank in range(4)] == [1, 1, 2, 2]

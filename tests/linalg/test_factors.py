@@ -532,8 +532,52 @@ class TestErrors:
         for shape in ((9, 9), (16, 3, 3)):
             a = np.zeros(shape) + np.eye(shape[-1])
             a[..., -1, 0] = value
-            with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
-                getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(shape)))
+            x = pla.distribute(a, grid, grid.default_layout(shape))
+            for each in (x, pla.Tensor(x)):
+                with pytest.raises(ValueError, match=f"{name} takes finite numbers; the array has NaNs or infinities"):
+                    getattr(linalg, name)(each)
+
+    @pytest.mark.parametrize("stacks", [(), (2,), (13,)], ids=str)
+    @pytest.mark.parametrize("value", [np.nan, -np.inf])
+    def test_odd_right_hand_sides_of_factors(self, grid, value, stacks):
+        """They are refused on all ranks, whichever has them; of terms that are not summed the sums count."""
+        a = pla.distribute(np.zeros((*stacks, 9, 9)) + np.eye(9) + 0.1, grid, grid.default_layout((*stacks, 9, 9)))
+        made = {make: make(a) for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor)}
+        for shape in ((9,), (9, 2), (9, triangular.FEW + 1), (*stacks, 9, 1)):
+            b = np.ones(shape)
+            b[(*(n - 1 for n in shape[: len(shape) - 2]), 4, *[0] * (len(shape) > 1))] = value
+            for layout in layouts(grid.axes, len(shape)):
+                x = pla.distribute(b, grid, layout.with_partial(())).redistribute(layout)
+                solves = [factor.solve for factor in made.values()]
+                solves += [lambda b: linalg.lu_solve(made[linalg.lu_factor], b, adjoint=True)]
+                solves += [lambda b: linalg.cho_solve(made[linalg.cho_factor], b)]
+                for solve in solves:
+                    with pytest.raises(ValueError, match="solve takes finite numbers; the array has NaNs"):
+                        solve(x)
+
+    def test_closed_grids(self, make_grid, world):
+        """One error, on any number of ranks."""
+        grid = make_grid({"a": world.size})
+        every = [pla.eye(6, grid=grid) + pla.zeros((*stacks, 6, 6), grid) for stacks in ((), (2,), (13,))]
+        b = pla.ones((6, 2), grid)
+        made = [make(a) for a in every for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor)]
+        calls = [lambda f=f: f.solve(b) for f in made]
+        names = (
+            "cholesky", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "expm", "inv", "lu", "lu_factor",
+            "cho_factor", "matrix_rank", "pinv", "polar", "qr", "qr_factor", "slogdet", "sqrtm", "svd", "svdvals",
+        )  # fmt: skip
+        calls += [lambda a=a, name=name: getattr(linalg, name)(a) for a in every for name in names]
+        names = ("solve", "lstsq", "solve_triangular")
+        calls += [lambda a=a, name=name: getattr(linalg, name)(a, b) for a in every for name in names]
+        one, v = every[0], b[:, 0].copy()
+        calls += [lambda n=n: getattr(linalg, n)(one, v) for n in ("cg", "minres", "gmres", "lsqr")]
+        calls += [lambda n=n: getattr(linalg, n)(one, 2) for n in ("eigsh", "svds", "svd_lowrank", "range_finder")]
+        calls += [lambda n=n: getattr(linalg, n)(one) for n in ("orth", "null_space")]
+        calls += [lambda: linalg.lobpcg(one, b), lambda: linalg.matrix_norm(one, ord="nuc")]
+        grid.close()
+        for call in calls:
+            with pytest.raises(pla.GridError, match=r"this grid is closed; make arrays and products before close\(\)"):
+                call()
 
     def test_what_is_no_matrix(self, grid):
         v, m = pla.ones(3, grid), pla.ones((3, 4), grid)
@@ -543,6 +587,12 @@ class TestErrors:
             linalg.qr(v)
         with pytest.raises(TypeError, match="takes DistArrays, not ndarray"):
             linalg.inv(np.eye(3))
+        with pytest.raises(np.linalg.LinAlgError, match=r"solve takes vectors and matrices .*, not of shape \(\)"):
+            linalg.solve(pla.ones((3, 3), grid), pla.asarray(1.0, grid=grid))
+        for make, a in itertools.product((linalg.lu_factor, linalg.qr_factor), (1, pla.ones((13, 1, 1), grid))):
+            factor = make((pla.eye(3, grid=grid) * a).astype(np.float32))
+            with pytest.raises(TypeError, match="right-hand sides of int64, whose solutions are of float64; factor A"):
+                factor.solve(pla.ones(3, grid, dtype=np.int64))
         with pytest.raises(ValueError, match=r"right-hand sides of 3 rows, not of shape \(4,\)"):
             linalg.solve(pla.ones((3, 3), grid), pla.ones(4, grid))
         with pytest.raises(TypeError, match="float32, float64, complex64 and complex128, not float16"):

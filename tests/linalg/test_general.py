@@ -249,6 +249,9 @@ def test_bases(grid):
     x = pla.distribute(a, grid, Layout(None, None))
     assert [linalg.orth(x, r).shape[1] for r in (None, 1e-6, 1e-2)] == [3, 2, 1]
     assert linalg.null_space(x, 1e-6).shape == (3, 1)
+    for name in ("orth", "null_space"):
+        with pytest.raises(ValueError, match=f"{name}: rcond is a number, or None, not nan"):
+            getattr(linalg, name)(x, np.nan)
     with pytest.raises(ValueError, match=r"orth takes one matrix, not a stack of shape \(2, 3, 3\)"):
         linalg.orth(pla.ones((2, 3, 3), grid))
 
@@ -270,6 +273,30 @@ def test_square_roots_of_singular_matrices(grid):
         for dtype in (float, complex):
             with pytest.raises(np.linalg.LinAlgError, match="singular and has no square root"):
                 linalg.sqrtm(pla.distribute(a.astype(dtype), grid, Layout(None, grid.axes)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_real_square_roots_where_rounding_makes_eigenvalues_negative(grid, dtype):
+    """Symmetric or not, they are real up to 10 n ε ‖A‖; what is further below 0 is refused, and named."""
+    rng, n = np.random.default_rng(4), 5
+    q, unit = np.linalg.qr(rng.standard_normal((n, n)))[0], n * eps(dtype)
+    low = rng.standard_normal((n, 2)) @ rng.standard_normal((2, 400))
+    gram = low.astype(dtype) @ low.T.astype(dtype)  # of rank 2
+    slanted = np.triu(rng.uniform(1, 2, (n, n)))
+    slanted[2, 2] = -5 * unit * np.linalg.norm(slanted)
+    for a in (gram, q * [4, 3, 2, 1, -20 * unit] @ q.T, slanted, q @ slanted @ q.T):
+        a = a.astype(dtype)
+        root = linalg.sqrtm(pla.distribute(a, grid, Layout(grid.axes, None)))
+        assert root.dtype == dtype
+        got = root.gather().astype(float)
+        np.testing.assert_allclose(got @ got, a, atol=20 * unit * max(np.linalg.norm(a), np.linalg.norm(got) ** 2))
+    negative = slanted.copy()
+    negative[2, 2] *= 4
+    for a in (q * [4, 3, 2, 1, -80 * unit] @ q.T, negative):
+        with pytest.raises(np.linalg.LinAlgError, match=r"has the eigenvalue -.* and so no real square root"):
+            linalg.sqrtm(pla.distribute(a.astype(dtype), grid, Layout(grid.axes, None)))
+        root = linalg.sqrtm(pla.distribute(a.astype(dtype) + 0j, grid, Layout(grid.axes, None))).gather()
+        assert abs(root.imag).max() > np.sqrt(10 * unit)
 
 
 @pytest.mark.parametrize("name", ["eig", "eigvals", "expm", "sqrtm", "polar", "orth", "null_space"])

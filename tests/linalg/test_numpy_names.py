@@ -226,10 +226,21 @@ def test_odd_tolerances_and_orders(grid):
     x = placed(grid, random(2, 3, 3))
     with pytest.raises(TypeError, match=r"takes DistArrays and scalars, not list; parlinalg\.asarray makes"):
         np.linalg.matrix_rank(x, [0.1, 0.2])
-    for given in (x, pla.Tensor(x)):
+    for kind in (pla.DistArray.copy, pla.Tensor):
+        given, vector, wide = map(kind, (x, x[0, 0].copy(), x[:, :2].copy()))
         for norm in (np.linalg.vector_norm, linalg.vector_norm):
             with pytest.raises(ValueError, match="vector_norm takes a number for ord, not 'fro'"):
                 norm(given, ord="fro")
+        with pytest.raises(ValueError, match="vector_norm takes a number for ord, not None"):
+            linalg.vector_norm(given, ord=None)
+        for function in (linalg.pinv, linalg.matrix_rank):
+            with pytest.raises(ValueError, match="rtol is a number, or one for every matrix, or None, not nan"):
+                function(given, rtol=np.nan)
+        for function in (linalg.pinv, linalg.matrix_rank, linalg.cond, lambda x: linalg.cond(x, 1)):
+            with pytest.raises(np.linalg.LinAlgError, match=r"^(pinv|matrix_rank|cond) takes matrices, .*shape \(3,\)"):
+                function(vector)
+        with pytest.raises(np.linalg.LinAlgError, match=r"cond of order 'nuc' takes square matrices, not of shape"):
+            linalg.cond(wide, "nuc")
 
 
 def test_solutions_lie_like_the_right_hand_side(grid):

@@ -109,6 +109,7 @@ def test_cholesky(grid, dtype, deals):
         one = flat(deal)
         costs, rows, columns = counting(grid, one), one.rows(n), one.columns(sides)
         costs.bring(layout, (n, sides), rows, columns)
+        costs.agree(1)
         for adjoint in (False, True):
             formulas.substitute(costs, rows, n, formulas.after(columns, 0), lower=True, adjoint=adjoint)
         costs.home(layout, (n, sides), rows, columns)
@@ -181,6 +182,7 @@ def test_solve(grid, dtype, deals):
         if grid.inside:
             costs, columns = counting(grid, deal, dtype), deal.columns(sides)
             costs.bring(other, (n, sides), places, columns)
+            costs.agree(1)
             for lower in (False, True):
                 formulas.substitute(costs, places, n, formulas.after(columns, 0), lower=lower, adjoint=True)
             costs.home(other, (n, sides), before, columns)
