@@ -63,7 +63,8 @@ class WhatIf:
         proportion to the tokens that it gets.
     iterations : int
         The steps that an iteration takes which would stop where it has converged: products of `cg`, `minres`, `gmres`,
-        `lsqr` and `lobpcg`, bases filled by `eigsh` and `svds`, and each estimate of a norm by `expm`.
+        `lsqr` and `lobpcg`, bases filled by `eigsh` and `svds`, each estimate of a norm by `expm`, and Newton steps of
+        each root by `Shampoo` with `root="newton"`.
     refinements : int
         The corrections of a solution by `solve` and `lstsq` with `refine=True`, at most 10 and 5 of them.
     pivots : str

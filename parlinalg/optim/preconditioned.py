@@ -586,7 +586,7 @@ def newton_inverse_root(a: Block, p: int, damping: float, steps: int = 100) -> B
     """Return `(a + damping)^(-1/p)` of a positive semidefinite matrix, by the coupled Newton iteration.
 
     `X = X T`; `M = Tᵖ M`, with `T = ((p + 1) - M) / p`, until M is the identity (Guo and Higham, "A Schur–Newton method
-    for the matrix pth root and its inverse", 2006).
+    for the matrix pth root and its inverse", 2006).  A matrix without values takes `iterations` steps of `WhatIf`.
 
     Examples
     --------
@@ -594,17 +594,31 @@ def newton_inverse_root(a: Block, p: int, damping: float, steps: int = 100) -> B
     >>> newton_inverse_root(np.diag([15.0, 80.0]), 4, 1.0).round(3).tolist()
     [[0.5, 0.0], [0.0, 0.333]]
     """
-    xp = namespace(a)
+    xp, known = namespace(a), has_values(a)
+    if not known:
+        why = "how many steps the coupled Newton iteration takes"
+        steps = min(steps, int(backend_of(a).assume("iterations", why)))
     one = xp.eye(len(a), dtype=a.dtype)
     a = a + a.dtype.type(damping) * one
-    z = (1 + p) / (2 * float(xp.linalg.norm(a)))
+    size = xp.linalg.norm(a)
+    z = (1 + p) / (2 * float(size)) if known else 1.0
     x, m, error = z ** (1 / p) * one, z * a, np.inf
     for _ in range(steps):
         t = ((p + 1) * one - m) / p
-        fresh, power = x @ t, xp.linalg.matrix_power(t, p)
-        m = power @ m
-        now = float(xp.linalg.norm(m - one))
-        if not now < error:
-            break  # rounding is all that is left
-        x, error = fresh, now
+        fresh, m = x @ t, _power(t, p) @ m
+        distance = xp.linalg.norm(m - one)
+        if known:
+            now = float(distance)
+            if not now < error:
+                break  # rounding is all that is left
+            error = now
+        x = fresh
     return x
+
+
+def _power(t: Block, p: int) -> Block:
+    """Return a matrix to the power p, at least 1, by repeated squaring."""
+    if p == 1:
+        return t
+    half = _power(t, p // 2)
+    return half @ half @ t if p % 2 else half @ half

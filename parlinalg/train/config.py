@@ -32,6 +32,7 @@ from parlinalg.train.schema import (
     check_keys,
     choice,
     divisors,
+    encodable,
     flag,
     integer,
     key,
@@ -468,7 +469,7 @@ class CheckpointConfig(Section):
 class SampleConfig(Section):
     """The text that a language model writes at the end."""
 
-    prompt: str = key("\n", text, "the text to continue", "a newline")
+    prompt: str = key("\n", encodable, "the text to continue", "a newline")
     max_new_tokens: int = key(500, integer(0), "number of tokens to write; 0: no sample")
     temperature: float = key(
         0.8, real(0), "temperature of the distribution that tokens are drawn from; 0: the likeliest token"

@@ -330,6 +330,18 @@ def text(where: str, value: Any) -> str:
     return value
 
 
+def encodable(where: str, value: Any) -> str:
+    """Check that a value is a text that is not empty, of characters that UTF-8 has: tokenizers take its bytes."""
+    found = text(where, value)
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{where} must be a text in UTF-8, not {found!a}, which has half of a surrogate pair"
+        ) from None
+    return found
+
+
 def one_of(*values: object) -> Check:
     """Return a check of one of a few values."""
 

@@ -24,6 +24,7 @@ from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import matrices, systems
 from parlinalg.linalg.tiles import Deal
+from parlinalg.optim.preconditioned import newton_inverse_root
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
 from parlinalg.planning.trace import Attention, Gemm, Memory, Span, Start, Wait
 from tests.models import KINDS, every_scheme, loss_of, make
@@ -135,16 +136,33 @@ def test_ledgers_of_training_are_those_of_16_real_ranks(world, name):
 
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("name", ["muon", "muon/home", "muon/gram", "muon/grid", "shampoo", "soap"])
+@pytest.mark.parametrize("name", ["muon", "muon/home", "muon/gram", "muon/grid", "shampoo", "shampoo/newton", "soap"])
 def test_ledgers_of_matrix_optimizers_are_those_of_real_ranks(world, name, stage):
     """The parts that ranks update are known without asking, however Muon's iteration is carried out."""
     scheme = schemes.discover()["2d"].SCHEME.with_data("data")
     name, _, execution = name.partition("/")
-    optimizer = partial(optim.discover()[name], **({"execution": execution} if execution else {}))
+    option = "root" if name == "shampoo" else "execution"
+    optimizer = partial(optim.discover()[name], **({option: execution} if execution else {}))
     for sizes in sizes_for(scheme, world.size):
         program = partial(train_gpt, scheme=scheme, stage=stage, optimizer=optimizer)
         book = both(world, sizes, program, what_if=pla.WhatIf())
         assert execution == "grid" or book.words["all_to_all", tuple(sizes)] or world.size == 1
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_newton_roots_take_the_steps_that_are_assumed(p):
+    """Each step has its product with X, the power of T, and the product with M; at most `steps` are taken."""
+
+    def products(assumed: int, **options: int) -> int:
+        with pla.imagine(1, what_if=pla.WhatIf(iterations=assumed, number=0.0)) as world:
+            a = pla.zeros((5, 5), grid=pla.Grid({"x": 1})).block
+            with world.trace() as trace:
+                newton_inverse_root(a, p, 1e-4, **options)
+        return sum(event.calls for event in trace.events if isinstance(event, Gemm))
+
+    a_step = 2 + {2: 1, 3: 2, 4: 2}[p]
+    assert [products(1), products(7), products(7, steps=3)] == [a_step, 7 * a_step, 3 * a_step]
 
 
 @pytest.mark.ranks(1, 4, full=(8,))

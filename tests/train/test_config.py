@@ -148,6 +148,7 @@ WRONG = [
     ({"dtype": "int8"}, ("dtype", "'bfloat16' or 'float16'")),
     ({"backend": "torch"}, ("backend", "'numpy'")),
     ({"batch_size": 0}, ("batch_size", "at least 1")),
+    ({"sample": {"prompt": "It \ud83d"}}, ("sample.prompt", "UTF-8", r"'It \ud83d'", "surrogate")),
     ({"batch_size": 1.5}, ("batch_size", "whole number")),
     ({"steps": 0}, ("steps", "at least 1")),
     ({"zero": {"stage": 4}}, ("zero.stage", "3 (parameters too)", "4")),

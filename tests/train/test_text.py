@@ -17,7 +17,7 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
 from parlinalg.train import launch
-from parlinalg.train.language import whole_words
+from parlinalg.train.language import PretrainedHook, whole_words
 from tests.agreement import once
 from tests.conftest import BACKEND
 from tests.train.trainings import Training, main
@@ -211,6 +211,15 @@ def test_a_disk_that_is_full_at_the_ends_is_an_error_on_all_ranks(
     config = {**BASE, **VARIANTS["llama"], "steps": 1, "checkpoint": False, **more}
     with pytest.raises(ConfigError, match=f"rank 0, writing .*No space left on device.*{name}"):
         main(config, folder / "out", comm=world)
+
+
+@pytest.mark.serial
+def test_a_sample_is_written_whatever_its_characters(tale: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer may decode half of a surrogate pair, which UTF-8 cannot hold."""
+    monkeypatch.setattr(PretrainedHook, "_sample", lambda *_: ("It … \ud83d was", []))
+    settings = config("llama", tale, {}) | {"steps": 1, "checkpoint": False, "sample": {"max_new_tokens": 2}}
+    assert main(settings, folder / "out", comm=SingleComm()) == 0
+    assert (folder / "out" / "sample.txt").read_text(encoding="utf-8") == "It … ? was"
 
 
 @pytest.mark.ranks(2)
