@@ -95,9 +95,14 @@ def _add_train(what: Commands) -> None:
     train.add_argument(
         "--global-batch", type=int, metavar="N", help="samples of a step (default: the configuration's batch_size)"
     )  # fmt: skip
-    train.add_argument(
+    fused = train.add_mutually_exclusive_group()
+    fused.add_argument(
         "--fused-attention", action="store_true",
         help="count attention as one kernel of 16-bit products, by the machine's rates, as cuDNN computes it",
+    )  # fmt: skip
+    fused.add_argument(
+        "--library-attention", action="store_const", const="library", dest="fused_attention",
+        help="count so the attention that this library computes by cuDNN, and the other as it computes that",
     )  # fmt: skip
     train.add_argument("--best", type=int, default=10, metavar="N", help="how many to show (default: %(default)s)")
     train.add_argument("--out", metavar="FILE", help="write the configuration of the best, for parlinalg train")

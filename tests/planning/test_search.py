@@ -378,6 +378,8 @@ def test_files_that_cannot_be_written_are_named(tmp_path):
         (["--out", str(tmp_path)], "is a folder: give"),
         (["--out", str(tmp_path / "none" / "best.py")], "there is no folder"),
         (["--machine", "laptop", "--fused-attention"], "the machine laptop has no rates of fused attention"),
+        (["--machine", "laptop", "--library-attention"], "the machine laptop has no rates of fused attention"),
+        (["--fused-attention", "--library-attention"], "not allowed with argument --fused-attention"),
     ):
         done = launch(0, ["-m", "parlinalg", "plan", "train", "text", "-p", "2", *more], timeout=60)
         assert done.returncode == 2
