@@ -89,8 +89,7 @@ def scipy_linalg() -> Any:
     """Return `scipy.linalg`, whose BLAS and LAPACK start as many threads as NumPy's does now.
 
     SciPy's wheel has a BLAS of its own, which takes all cores when it is loaded: with the first factorization, long
-    after the grid was made.  Libraries that were loaded before keep the threads that they have, which the program may
-    have changed meanwhile.
+    after the grid was made.  Other libraries keep the threads that they have, which the program may have changed since.
     """
     loaded = _loaded()
     import scipy.linalg

@@ -84,6 +84,8 @@ class WhatIf:
         are singular.
     hermitian : bool
         The matrix of `sqrtm` is Hermitian; if not, its Schur form is asked for, which depends on values.
+    triangular : bool
+        The matrix of `expm` is an upper triangle, if its exponential is found by squares.
     """
 
     finite: bool = True
@@ -100,6 +102,7 @@ class WhatIf:
     selected: float = 1.0
     condition: float = 1e4
     hermitian: bool = True
+    triangular: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.routing, str):

@@ -173,7 +173,7 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
     k, ranks = min(m, n), R * C * D
     steps = max(1, -(-k // b))
     down, across = math.log2(R), math.log2(C)
-    tall = routine == "lu" and m >= TALL * n  # of which every rank has as many rows
+    tall = routine == "lu" and m >= TALL * n  # whose rows, but for pivots, lie evenly
     uneven = 0 if tall else (R - 1) / 2, (C - 1) / 2  # tiles the busiest rank has more, times the ranks that share them
     most = 1 + 1.5 * sum(uneven) / steps + 3 * math.prod(uneven) / steps**2
     flops = 2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3

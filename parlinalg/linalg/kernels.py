@@ -420,7 +420,8 @@ def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
     """
     m, n = a.shape
     out = np.empty((m, n + extra), a.dtype, order="F")
-    rows, fast = 16 if n > WIDE else max(1, m), compiled.ready(a)
+    fast = compiled.ready(a)
+    rows = 16 if n > WIDE or fast else max(1, m)
 
     def copy(first: int, last: int) -> None:
         if fast:

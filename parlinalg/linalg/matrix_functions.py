@@ -10,7 +10,7 @@ import numpy as np
 from parlinalg.array.core import DistArray, truth
 from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
-from parlinalg.backend import shape_solver
+from parlinalg.backend import namespace, shape_solver
 from parlinalg.backend.blas import scipy_linalg
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import cut_lengths
@@ -21,6 +21,7 @@ from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd
 from parlinalg.linalg.spectral import counted, eigh, svd
 from parlinalg.linalg.systems import solve_triangular
+from parlinalg.linalg.tiles import worst
 from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
@@ -41,7 +42,8 @@ def expm(x: DistArray, /) -> DistArray:
 
     By scaling and squaring with Padé approximants up to degree 13 (Al-Mohy and Higham, "A new scaling and squaring
     algorithm for the matrix exponential", 2009): products and one solution on all ranks.  The scaling is chosen by
-    norms of high powers, which are estimated by products with vectors.
+    norms of high powers, which are estimated by products with vectors.  Of triangular matrices the diagonal, and what
+    is beside it, are computed anew after each squaring, so that small elements are as accurate as large ones.
     """
     x = as_matrix(x, "expm", square=True)
     if x.ndim > 2:
@@ -59,10 +61,7 @@ def expm(x: DistArray, /) -> DistArray:
     if not all(map(math.isfinite, (d4, d6, d8))):  # the powers are out of range
         del powers
         squarings = max(1, math.frexp(float(abs(a).max()))[1] + n.bit_length())
-        found = expm(a * a.real.dtype.type(2.0**-squarings))
-        for _ in range(squarings):
-            found = matmul(found, found, layout=layout)
-        return found
+        return _squared(expm(a * a.real.dtype.type(2.0**-squarings)), a, squarings)
     degree, squarings, theta = 13, 0, max(d6, d8)
     for m, limit in ((3, max(d4, d6)), (5, max(d4, d6)), (7, theta), (9, theta)):
         if limit <= THETA[m] and not _excess(a, m, 0):
@@ -81,9 +80,62 @@ def expm(x: DistArray, /) -> DistArray:
     del odd, even
     found = factor.carried(a)
     del factor
-    for _ in range(squarings):
-        found = matmul(found, found, layout=layout)
+    return _squared(found, a, squarings)
+
+
+def _squared(found: DistArray, a: DistArray, squarings: int) -> DistArray:
+    """Return the exponential of A from that of A times 2 to the power of minus `squarings`, which may be overwritten.
+
+    Code fragment 2.1 of the paper: squares of a triangle lose what is small on its diagonal beside what is large.
+    """
+    side = _triangle(a) if squarings else 0
+    if side:
+        diagonal, beside = (a.diagonal(k).gather() for k in (0, side))
+    for turn in range(squarings, -1, -1):
+        if turn < squarings:
+            found = matmul(found, found, layout=found.layout)
+        if side and has_values(diagonal):
+            _set_diagonals(found, kernels.to_host(diagonal) * 0.5**turn, kernels.to_host(beside) * 0.5**turn, side)
     return found
+
+
+def _triangle(a: DistArray) -> int:
+    """Return 1 of an upper triangle, -1 of a lower one, and 0 of other matrices.  Collective."""
+    grid, below, above = a.grid, False, True
+    if not grid.backend.values:
+        below = not grid.backend.assume("triangular", "whether the matrix of expm is triangular")
+    elif grid.inside:
+        xp, above, (rows, columns) = namespace(a.block), False, grid.block(a.layout, a.shape)
+        step = max(1, TOGETHER // max(1, len(columns))) if isinstance(a.block, np.ndarray) else max(1, len(rows))
+        for start in range(0, len(rows), step):
+            part, k = a.block[start : start + step], rows.start + start - columns.start
+            below, above = below or bool(xp.tril(part, k - 1).any()), above or bool(xp.triu(part, k + 1).any())
+            if below and above:
+                break
+    else:
+        above = False
+    found_below, found_above = worst(grid, [below, above])
+    return 0 if found_below and found_above else -1 if found_below else 1
+
+
+def _set_diagonals(a: DistArray, d: np.ndarray, t: np.ndarray, side: int) -> None:
+    """Set the diagonal of a triangle, and what is beside it, to those of the exponential of one that has d and t there.
+
+    The second is that of each [[d₀, t], [0, d₁]]: t (exp d₁ - exp d₀) / (d₁ - d₀), without cancellation.
+    """
+    if not a.grid.inside:
+        return
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        first = d[:-1].real >= d[1:].real
+        larger, less = np.where(first, d[:-1], d[1:]), np.where(first, d[:-1] - d[1:], d[1:] - d[:-1])
+        share = np.where(less == 0, 1, -np.expm1(-less) / np.where(less == 0, 1, less))
+        values = {0: np.exp(d), side: np.where(t == 0, 0, t * np.exp(larger) * share)}
+    block, (rows, columns) = a.writable(), a.grid.block(a.layout, a.shape)
+    for k, each in values.items():  # elements (i, i + k)
+        up, left = max(k, 0), max(-k, 0)
+        at = np.arange(max(rows.start - left, columns.start - up, 0), min(rows.stop - left, columns.stop - up))
+        part = a.grid.backend.from_host(each[at].astype(a.dtype))
+        block[at + left - rows.start, at + up - columns.start] = part
 
 
 def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[DistArray, DistArray]:

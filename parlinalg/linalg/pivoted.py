@@ -212,7 +212,7 @@ def _step_loop(
 
     Return False, and no more than the first, at the last step or if squares do not allow the second.
     """
-    _take(lines, done, j, q, v, g, t, norms, exact, doubt)
+    _take_loop(lines, done, j, q, v, g, t, norms, exact, doubt)
     zero = lines.dtype.type(0)
     if q + 1 == len(v):
         return False, zero
@@ -240,9 +240,10 @@ def _step_loop(
 
 
 @compiled.loop(sums=True)
-def _take(
+def _take_loop(
     lines: Any, done: int, j: int, q: int, v: Any, g: Any, t: Any, norms: Any, exact: Any, doubt: float
 ) -> None:  # fmt: skip
+    """Do what `PivotedQR._take` does, in one pass over each column."""
     own, inner, rest = v[q, q:], np.empty(q, lines.dtype), np.empty(v.shape[1] - q - 1, lines.dtype)
     tau = own[0]
     own[0] = 1

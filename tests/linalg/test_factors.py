@@ -833,7 +833,7 @@ def test_triangles_are_solved_in_pieces(dtype, order, monkeypatch):
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1023, 1033), (2, 300_000), (3000, 257)], ids=str
+    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1023, 1033), (2, 300_000), (3000, 257), (9000, 131)], ids=str
 )
 @pytest.mark.parametrize("threads", [None, 1, 2, 7])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])

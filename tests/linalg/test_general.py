@@ -165,6 +165,27 @@ def test_expm(grid):
     same(linalg.expm(pla.distribute(a, grid, Layout(None, None))), scipy.linalg.expm(a), 1e-12)
 
 
+def test_small_elements_of_exponentials_of_triangles(grid):
+    """They are as accurate as large ones, beside which squares lose them: equal ones, near ones, and out of range."""
+    a = np.array([[40.0, 3], [0, 40 + 1e-9]])
+    (_, beside), _ = linalg.expm(pla.distribute(a, grid, Layout(None, None))).gather()
+    assert abs(beside / (3 * np.exp(40.0) * (1 + 5e-10)) - 1) < 1e-13
+    rng = np.random.default_rng(3 * grid.size)
+    every = layouts(grid.axes, 2, partial=False)
+    diagonals = (np.array([30.0]), -(10.0 ** np.arange(9)), np.repeat([-40.0, 2, 2.001], 3), np.linspace(-60, 3, 17))
+    for diagonal in diagonals:
+        for dtype in DTYPES[1::2]:
+            a = np.triu(random((len(diagonal), len(diagonal)), dtype, rng))
+            np.fill_diagonal(a, diagonal)
+            a = a.T if rng.random() < 0.5 else a
+            array, want = linalg.expm(pla.distribute(a, grid, every[rng.integers(len(every))])), scipy.linalg.expm(a)
+            found = array.gather()
+            np.testing.assert_allclose(np.diag(found), np.exp(diagonal), rtol=4 * eps(dtype))
+            for k in (-1, 1):
+                np.testing.assert_allclose(np.diag(found, k), np.diag(want, k), rtol=1e-10)  # SciPy's cancels
+            same(array, want, 1e-11)
+
+
 def test_sqrtm(grid):
     for name, a, layout, _ in cases(grid, 18, (0, 1, 2, 7, 17)):
         n, dtype = len(a), a.dtype

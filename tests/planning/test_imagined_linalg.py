@@ -313,6 +313,20 @@ def test_ledgers_of_exponentials_are_those_of_real_ranks(world, norm):
         )  # fmt: skip
 
 
+@pytest.mark.serial
+def test_exponentials_of_triangles_gather_their_diagonals():
+    words = []
+    for triangular in (False, True):
+        with pla.imagine(4, what_if=pla.WhatIf(number=40.0, triangular=triangular)) as world:
+            grid = pla.Grid({"r": 2, "c": 2})
+            a = pla.zeros((30, 30), grid, pla.Layout("r", "c"))
+            with pla.ledger(grid) as book:
+                linalg.expm(a)
+            words.append(sum(book.words.values()))
+        del world
+    assert 30 <= words[1] - words[0] <= 4 * 30
+
+
 @pytest.mark.ranks(2, 4)
 def test_ledgers_of_square_roots_are_those_of_real_ranks(world, deflated):
     dense = matrix(60)
