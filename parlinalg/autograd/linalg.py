@@ -437,7 +437,7 @@ class TensorQR(TensorFactor):
 as_op(factors.LUFactor.solve, stacks.LUStack.solve)(
     lambda factor, b, adjoint=False: TensorLU(None, factor).solve(b, adjoint)
 )
-as_op(factors.CholeskyFactor.solve, stacks.CholeskyStack.solve)(lambda factor, b: TensorCholesky(None, factor).solve(b))
+as_op(factors.Factor.solve)(lambda factor, b: TensorCholesky(None, factor).solve(b))
 as_op(factors.QRFactor.solve, stacks.QRStack.solve)(lambda factor, b: TensorQR(None, factor).solve(b))
 
 as_op(linalg.cho_factor)(

@@ -245,6 +245,16 @@ class Factorizations:
         residuals = ShapeArray(self._device, b.shape[1:] if full and m > n else (0,), s.dtype)
         return x, residuals, k if full else max(0, k - 1), s
 
+    def matrix_power(self, a: Any, n: int) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.matrix_power(a, n)
+        if n < 1:
+            return ShapeArray(self._device, a.shape, a.dtype) if n == 0 else self.matrix_power(self.inv(a), -n)
+        found = a
+        for _ in range(n.bit_length() + n.bit_count() - 2):  # squares, and products of them
+            found = found @ a
+        return found
+
     def norm(self, a: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
         if not isinstance(a, ShapeArray):
             return self._numpy.norm(a, ord, axis, keepdims)

@@ -173,8 +173,9 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
     k, ranks = min(m, n), R * C * D
     steps = max(1, -(-k // b))
     down, across = math.log2(R), math.log2(C)
-    tall = routine == "lu" and m >= TALL * n  # whose rows, but for pivots, lie evenly
-    uneven = 0 if tall else (R - 1) / 2, (C - 1) / 2  # tiles the busiest rank has more, times the ranks that share them
+    resting = arrangement(routine, m, n, ranks, False) == "strips"  # rows lie evenly, but for pivots
+    down_tiles = 0 if resting else (R - 1) / 2
+    uneven = down_tiles, (C - 1) / 2  # tiles that the busiest rank has more, times the ranks that share them
     most = 1 + 1.5 * sum(uneven) / steps + 3 * math.prod(uneven) / steps**2
     flops = 2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3
     left, below = (m * k - k**2 / 2) / R, (n * k - k**2 / 2) / C
@@ -201,7 +202,7 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
         received += (2 * k * b) * (C > 1) + (below + 6 * k * b) * (R > 1)
         calls = across + (5 + 2 * strips) * down
     else:
-        work = 2 * b * left * (TALL_PANELS if tall else 1) + 2 * R * b**2 * k * (R > 1)
+        work = 2 * b * left * (TALL_PANELS if resting else 1) + 2 * R * b**2 * k * (R > 1)
         received += k * b * (C > 1) + R * k * b * (R > 1)
         calls = 2 * down + across
     if D > 1:  # a layer receives its own panels, and the others' terms of their columns and rows

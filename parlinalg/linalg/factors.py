@@ -97,6 +97,21 @@ class Factor:
             f"{self.maker}(A) again, or the arrays that the factorization has"
         )
 
+    @primitive
+    def solve(self, b: DistArray) -> DistArray:
+        """Return x of A x = b, for b of shape (n,) or (n, k), of stacks (..., n, k), in the layout of b.
+
+        Raises
+        ------
+        ValueError
+            If b has NaNs or infinities.
+        """
+        return self.solution(b, check=True)
+
+    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
+        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
+        raise NotImplementedError
+
     def _right_hand_sides(
         self, b: Any, rows: list[Numbers], m: int, check: bool = False
     ) -> tuple[Any, list[Numbers], DistArray]:  # fmt: skip
@@ -205,18 +220,7 @@ class CholeskyFactor(Factor):
         lower, shape = not self._whole, self.shape
         return self.tiles.home(self._t, self.rows, self.columns, shape, self.layout, lower=lower)  # type: ignore[arg-type]
 
-    @primitive
-    def solve(self, b: DistArray) -> DistArray:
-        """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b.
-
-        Raises
-        ------
-        ValueError
-            If b has NaNs or infinities.
-        """
-        return self.solution(b, check=True)
-
-    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[0]
         x, columns, matrix = self._right_hand_sides(b, self.rows, n, check)
@@ -405,7 +409,7 @@ class LUFactor(Factor):
         """
         return self.solution(b, adjoint, check=True)
 
-    def solution(self, b: DistArray, adjoint: bool = False, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         self.check()
         n = self.shape[0]
@@ -592,7 +596,7 @@ class QRFactor(Factor):
         """
         return self.solution(b, check=True)
 
-    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         m, n = self.shape
         if m < n:

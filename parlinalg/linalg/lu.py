@@ -47,7 +47,7 @@ class LU(Panels):
         self.further = a[:, int(np.searchsorted(self.columns, shape[1])) :] if further is None else further
         self._values = self.a[:, : shape[1]] if given is None else given
         self._apart = further is not None  # the further columns lie in an array of their own
-        self._alone = tiles.across.size == 1 and isinstance(a, np.ndarray)  # panels are factored where they lie
+        self._in_place = tiles.across.size == 1 and isinstance(a, np.ndarray)  # panels are factored where they lie
         self.rows = self.rows.copy()
         self._diagonals: list[Any] = []  # U's diagonal, of every panel
         self._active = [len(x) for x in self.every_row]  # rows that are no pivots yet, of every grid row
@@ -90,11 +90,11 @@ class LU(Panels):
 
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         tiles, j, done, c = self.tiles, self.tiles.owner(k)[1], len(self._won[self.tiles.i]), self.column(k)
-        head, alone = 2 * b * 8 // self.a.itemsize, self._alone
-        message = self.message(k, head + b * b + (0 if alone else self._active[tiles.i] * b))
+        head = 2 * b * 8 // self.a.itemsize
+        message = self.message(k, head + b * b + (0 if self._in_place else self._active[tiles.i] * b))
         won_by = message[:head].view(np.int64).reshape(2, b)  # the winners' grid rows, and their places there
         corner, panel = message[head : head + b * b].reshape(b, b), message[head + b * b :].reshape(-1, b)
-        if alone:
+        if self._in_place:
             panel = self.a[done:, c : c + b]
         elif tiles.j == j:
             panel[...] = self.a[done:, c : c + b]
@@ -142,7 +142,7 @@ class LU(Panels):
         chosen = places[own] + done
         won, counts = len(chosen), np.bincount(owners, minlength=tiles.R).tolist()
         _to_front(done, chosen, self.a[:, :before], self.rows)
-        if tiles.j == tiles.owner(k)[1] and not self._alone:
+        if tiles.j == tiles.owner(k)[1] and not self._in_place:
             self.a[done:, before:c] = below
         behind = self.a[:, c:]
         top = behind[chosen]

@@ -101,19 +101,17 @@ def _squared(found: DistArray, a: DistArray, squarings: int) -> DistArray:
 
 def _triangle(a: DistArray) -> int:
     """Return 1 of an upper triangle, -1 of a lower one, and 0 of other matrices.  Collective."""
-    grid, below, above = a.grid, False, True
+    grid, below, above = a.grid, False, False
     if not grid.backend.values:
-        below = not grid.backend.assume("triangular", "whether the matrix of expm is triangular")
+        above, below = True, not grid.backend.assume("triangular", "whether the matrix of expm is triangular")
     elif grid.inside:
-        xp, above, (rows, columns) = namespace(a.block), False, grid.block(a.layout, a.shape)
+        xp, (rows, columns) = namespace(a.block), grid.block(a.layout, a.shape)
         step = max(1, TOGETHER // max(1, len(columns))) if isinstance(a.block, np.ndarray) else max(1, len(rows))
         for start in range(0, len(rows), step):
             part, k = a.block[start : start + step], rows.start + start - columns.start
             below, above = below or bool(xp.tril(part, k - 1).any()), above or bool(xp.triu(part, k + 1).any())
             if below and above:
                 break
-    else:
-        above = False
     found_below, found_above = worst(grid, [below, above])
     return 0 if found_below and found_above else -1 if found_below else 1
 
@@ -271,7 +269,7 @@ def _excess(a: DistArray, m: int, squarings: int) -> int:
 
 # ------------------------------------------------------------------------------------------------ square root
 NEGLIGIBLE = 10
-"""How many times n ε ‖A‖ eigenvalues of a real matrix may be below 0 by rounding; the derivatives' limit, too."""
+"""Size of a negative eigenvalue of a real matrix that still counts as rounding, in units of n ε ‖A‖."""
 
 
 @primitive

@@ -265,18 +265,7 @@ class CholeskyStack(FactorStack):
         """The lower triangular factors, in the layout of A."""
         return self._results(lambda f: f.L if self.together else f._t, self.shape[-2:])
 
-    @primitive
-    def solve(self, b: DistArray) -> DistArray:
-        """Return x of A x = b, for b of shape (n,) or (..., n, k), in the layout of b.
-
-        Raises
-        ------
-        ValueError
-            If b has NaNs or infinities.
-        """
-        return self.solution(b, check=True)
-
-    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[-1]
         return self._solved(b, n, n, lambda f, each: f.solution(each), check)
@@ -304,7 +293,7 @@ class LUStack(FactorStack):
         """
         return self.solution(b, adjoint, check=True)
 
-    def solution(self, b: DistArray, adjoint: bool = False, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         self._square("have solutions for every right-hand side")
         self._regular("the matrix is singular: U[{0}, {0}] of its factorization is 0")
@@ -391,7 +380,7 @@ class QRStack(FactorStack):
         """
         return self.solution(b, check=True)
 
-    def solution(self, b: DistArray, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         m, n = self.shape[-2:]
         if m < n:

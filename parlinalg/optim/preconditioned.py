@@ -605,7 +605,7 @@ def newton_inverse_root(a: Block, p: int, damping: float, steps: int = 100) -> B
     x, m, error = z ** (1 / p) * one, z * a, np.inf
     for _ in range(steps):
         t = ((p + 1) * one - m) / p
-        fresh, m = x @ t, _power(t, p) @ m
+        fresh, m = x @ t, xp.linalg.matrix_power(t, p) @ m
         distance = xp.linalg.norm(m - one)
         if known:
             now = float(distance)
@@ -614,11 +614,3 @@ def newton_inverse_root(a: Block, p: int, damping: float, steps: int = 100) -> B
             error = now
         x = fresh
     return x
-
-
-def _power(t: Block, p: int) -> Block:
-    """Return a matrix to the power p, at least 1, by repeated squaring."""
-    if p == 1:
-        return t
-    half = _power(t, p // 2)
-    return half @ half @ t if p % 2 else half @ half
