@@ -117,7 +117,7 @@ def test_folders_are_read_and_written(
 def test_idle_ranks_are_told_of(make_grid, world) -> None:
     grid, ranks = make_grid({"t": world.size}), world.size
     idle = "attention's 4 heads share {} heads of keys, which {} ranks cut: {} of the ranks have no heads. {}"
-    apart, two = "With packed=False they share out the queries too", "Take the axis as two, the outer one of at most 2"
+    apart, two = "With packed=False they distribute the queries too", "Take the axis as two, the outer one of at most 2"
     for packed, keys, said in [
         (True, 1, idle.format(1, ranks, ranks - 1, apart)),
         (False, 1, None),
@@ -130,4 +130,4 @@ def test_idle_ranks_are_told_of(make_grid, world) -> None:
             make("llama", PLAIN["1d"], grid, num_key_value_heads=keys, packed=packed, num_hidden_layers=2)
         texts = [str(w.message) for w in heard]
         assert len(texts) == (said is not None and world.rank == 0), texts
-        assert all(text.startswith(said) for text in texts)
+        assert all(text.startswith(said) for text in texts), texts
