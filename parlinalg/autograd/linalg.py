@@ -27,7 +27,8 @@ from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.linalg import factors, spectral, stacks, systems
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
-from parlinalg.linalg.matrices import as_matrix
+from parlinalg.linalg.matrices import NEGLIGIBLE, as_matrix
+from parlinalg.linalg.systems import triangular_solution
 
 
 def adjoint(a: DistArray) -> DistArray:
@@ -62,7 +63,7 @@ def mirrored(a: DistArray) -> DistArray:
 
 def divided(a: DistArray, r: DistArray, *, lower: bool = False, unit_diagonal: bool = False) -> DistArray:
     """Return A R⁻ᴴ for triangular matrices R."""
-    return adjoint(linalg.solve_triangular(r, adjoint(a), lower=lower, unit_diagonal=unit_diagonal))
+    return adjoint(triangular_solution(r, adjoint(a), lower=lower, unit_diagonal=unit_diagonal))
 
 
 def widened(a: DistArray, m: int, n: int) -> DistArray:
@@ -108,7 +109,7 @@ def known(name: str, parameters: str, **rules: Any) -> Any:
 def solved_back(g: DistArray, factor: Any, matrices: Any, other: bool) -> DistArray:
     """Return A⁻ᴴ g, with `other` A⁻¹ g, by the factorization of A if there is one."""
     if factor is None:
-        return linalg.solve(adjoint(matrices), g)
+        return systems.solution(adjoint(matrices), g)
     return factor.solution(g, adjoint=not other)
 
 
@@ -140,7 +141,7 @@ def solve(x1: Any, x2: Any, /, *, refine: bool = False, depth: int | None = None
 def of_triangular(
     g: DistArray, y: DistArray, a: DistArray, lower: bool, adjoint: bool, unit_diagonal: bool
 ) -> DistArray:
-    b = linalg.solve_triangular(a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal)
+    b = triangular_solution(a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal)
     d = -(y @ b.mT.conj()) if adjoint else -(b @ y.mT.conj())
     return joining.triangle(d, (-1 if lower else 1) * bool(unit_diagonal), lower=lower)
 
@@ -148,7 +149,7 @@ def of_triangular(
 _solve_triangular = differentiable(
     linalg.solve_triangular,
     a=of_triangular,
-    b=lambda g, a, lower, adjoint, unit_diagonal: linalg.solve_triangular(
+    b=lambda g, a, lower, adjoint, unit_diagonal: triangular_solution(
         a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal
     ),
     conjugate=False,
@@ -231,8 +232,8 @@ def factored(x: Tensor, name: str) -> Any:
 def of_cholesky(g: DistArray, y: DistArray, upper: bool) -> DistArray:
     if upper:
         g, y = adjoint(g), adjoint(y)
-    s = linalg.solve_triangular(y, halved(adjoint(y) @ g), lower=True, adjoint=True)  # L⁻ᴴ Φ(Lᴴ g)
-    return hermitian(adjoint(linalg.solve_triangular(y, adjoint(s), lower=True, adjoint=True)))
+    s = triangular_solution(y, halved(adjoint(y) @ g), lower=True, adjoint=True)  # L⁻ᴴ Φ(Lᴴ g)
+    return hermitian(adjoint(triangular_solution(y, adjoint(s), lower=True, adjoint=True)))
 
 
 _cholesky = known("cholesky", "x found upper", x=of_cholesky)
@@ -249,7 +250,7 @@ def of_lower(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
     (m, k), n = l.shape[-2:], u.shape[-1]
     e = tril(adjoint(l[..., :k, :]) @ g[..., :k, :], -1)
     e = e - triu(adjoint(l[..., k:, :]) @ g[..., k:, :]) if m > k else e
-    top = linalg.solve_triangular(l[..., :k, :], e, lower=True, adjoint=True, unit_diagonal=True)
+    top = triangular_solution(l[..., :k, :], e, lower=True, adjoint=True, unit_diagonal=True)
     return unpermuted(widened(divided(below(top, g[..., k:, :]), u[..., :k]), m, n), order)
 
 
@@ -259,7 +260,7 @@ def of_upper(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
     e = triu(g[..., :k] @ adjoint(u[..., :k]))
     e = e - tril(g[..., k:] @ adjoint(u[..., k:]), -1) if n > k else e
     both = beside(divided(e, u[..., :k]), g[..., k:])
-    top = linalg.solve_triangular(l[..., :k, :], both, lower=True, adjoint=True, unit_diagonal=True)
+    top = triangular_solution(l[..., :k, :], both, lower=True, adjoint=True, unit_diagonal=True)
     return unpermuted(widened(top, m, n), order)
 
 
@@ -455,7 +456,7 @@ def lu_factor(a: Tensor, block: int | None = None, *, depth: int | None = None) 
 # ------------------------------------------------------------------------------------------------ spectra
 def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
     """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to 10 n ε times the largest of `values`, [..., k]."""
-    limit = spectral.limit_of(x, abs(values), None, 10 * n)
+    limit = spectral.limit_of(x, abs(values), None, NEGLIGIBLE * n)
     limit = limit if x.ndim == values.ndim else limit[..., None]
     return spectral.reciprocals(x, abs(x) > limit)
 
@@ -562,7 +563,7 @@ refused(
 
 def of_general_values(g: DistArray, v: DistArray) -> DistArray:
     """Return V⁻ᴴ diag(g) Vᴴ."""
-    return linalg.solve(adjoint(v), g[..., :, None] * adjoint(v))
+    return systems.solution(adjoint(v), g[..., :, None] * adjoint(v))
 
 
 def of_general_vectors(g: DistArray, w: DistArray, v: DistArray) -> DistArray:
@@ -570,7 +571,7 @@ def of_general_vectors(g: DistArray, w: DistArray, v: DistArray) -> DistArray:
     inner = adjoint(v) @ g
     inner = inner - (adjoint(v) @ v) * linalg.diagonal(inner).real[..., None, :]
     f = inverses(differences(w), w, w.shape[-1]).conj()
-    return linalg.solve(adjoint(v), (f * inner) @ adjoint(v))
+    return systems.solution(adjoint(v), (f * inner) @ adjoint(v))
 
 
 _general_values = known("eig", "x found v", x=of_general_values)
@@ -593,10 +594,17 @@ def eigvals(x: Tensor, /) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ matrix functions
 def along(function: Any, a: DistArray, g: DistArray) -> DistArray:
-    """Return the derivative of a function of A along g, a corner of that of [[A, g], [0, A]] (Mathias 1996)."""
+    """Return the derivative of a function of A along g, a corner of that of [[A, g], [0, A]] (Mathias 1996).
+
+    It is NaN of every matrix with NaNs or infinities in g, which functions of matrices refuse.
+    """
     n = a.shape[-1]
-    both = function(below(beside(a, g), beside(0 * a, a)).redistribute(a.layout)) if n else a
-    return both[..., :n, n:]
+    if not n:
+        return a
+    finite = np_.isfinite(g).all(axis=(-2, -1), keepdims=True)
+    g = np_.where(finite, g, g.dtype.type(0))
+    both = function(below(beside(a, g), beside(0 * a, a)).redistribute(a.layout))
+    return np_.where(finite, both[..., :n, n:], both.dtype.type(np.nan))
 
 
 def of_root(g: DistArray, y: DistArray, x: DistArray) -> DistArray:

@@ -32,7 +32,7 @@ from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
 from parlinalg.linalg.least_squares import lstsq
-from parlinalg.linalg.matrices import LinAlgError
+from parlinalg.linalg.matrices import LinAlgError, limits
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
 from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, mirrored, pinv, svd, svdvals
 from parlinalg.linalg.systems import det, inv, slogdet, solve, solve_triangular
@@ -279,6 +279,7 @@ def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: A
     A = _given(A, hermitian, "matrix_rank")
     if tol is None:
         return matrix_rank(A, rtol=rtol)
+    tol = limits("tol", tol)
     tol = tol[..., None] if isinstance(tol, DistArray) and tol.ndim else tol  # one for every matrix
     return sum(svdvals(A) > tol, axis=-1, dtype=np.int64)
 

@@ -69,6 +69,8 @@ class _System:
         self.x = zeros(b.shape, dtype=self.dtype, grid=b.grid, layout=b.layout) if x is None else x
         with np.errstate(over="ignore"):
             self.limit = np.maximum(rtol * norm, np.ldexp(atol, self.exponents))
+        self.near = np.maximum(self.limit, 100 * float(np.finfo(self.dtype).eps) * norm)
+        """The length up to which a residual that is computed anew counts as within the limit."""
         if x0 is not None and b.grid.backend.values and (norm == 0).any():  # 0 solves it
             self.x = self.x * self.factor(norm > 0)
             self.r = self.b - self.times(self.x)
@@ -193,7 +195,9 @@ def cg(
     -------
     x : DistArray
     info : int
-        0, or the number of iterations that did not suffice for some system, but at least 1.
+        0, or the number of iterations that did not suffice for some system, but at least 1.  Where rounding may have
+        spoiled the residual, as of singular A, b − A x is computed anew before 0 is returned; up to 100 ε ‖b‖ it
+        counts as within the tolerance.
 
     A step takes one product, and one all-reduce of three numbers a system (Chronopoulos and Gear 1989).  Arguments and
     results are those of `scipy.sparse.linalg.cg`.
@@ -212,6 +216,7 @@ def cg(
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
     active, most = np.ones(systems, bool), s.most()
+    drift, pp, checked = _Drift(s, 1000 if pipelined else 10), np.zeros(systems), np.full(systems, np.inf)
     for step in range(most + 1):
         with np.errstate(over="ignore", invalid="ignore"):
             summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
@@ -225,11 +230,24 @@ def cg(
                 m = s.preconditioned(w)
                 n = s.times(m)
         s.x = x
-        active = active & (np.sqrt(np.maximum(0, s.finite(rr, step))) > s.limit)
+        left = np.sqrt(np.maximum(0, s.finite(rr, step)))
+        active = active & (left > s.limit)
         if not active.any():
-            return s.result(0)
+            doubt = drift.doubtful(s.limit) & (not first)
+            if not doubt.any():
+                return s.result(0)
+            r = s.b - s.times(x)
+            left = s.finite(vectors.norm(r), step)
+            active = doubt & (left > s.near)
+            if not active.any() or (left > checked / 2)[active].all():  # as near as rounding lets it come
+                return s.result(max(step, 1) if active.any() else 0)
+            u, checked = s.preconditioned(r), left
+            w, first = s.times(u), True
+            continue
         if step == most:
             break
+        if step == 0:
+            drift.unit = _ratio(left, np.sqrt(np.maximum(gamma, 0)), True)
         beta = 0.0 if first else _ratio(gamma, before, active)
         curvature = delta if first else delta - beta * _ratio(gamma, alpha, active)
         wrong = active & ((gamma <= 0) | (curvature <= 0)) & s.values
@@ -244,6 +262,8 @@ def cg(
         if wrong.any():
             raise _indefinite(s, gamma, curvature, active & (gamma <= 0), wrong, step)
         alpha = _ratio(gamma, curvature, active)
+        pp = gamma + beta**2 * pp
+        drift.add(alpha * np.sqrt(pp), _ratio(curvature, pp, active), left)
         along, onward = s.factor(alpha), s.factor(beta)
         p, q = (u, w) if first else (plus(u, onward, p), plus(w, onward, q))
         if pipelined:
@@ -258,6 +278,40 @@ def cg(
         if callback is not None:
             callback(s.solution(x))
     return s.result(max(s.maxiter, 1))
+
+
+class _Drift:
+    """How far the residuals of a method's recurrence may have come from b − A x by rounding.
+
+    That is about ε times ‖A‖ times the longest x, and ε times the longest residual (Greenbaum 1997).  Lengths of
+    steps, and what A makes of them, are known from the method's scalars.
+
+    Parameters
+    ----------
+    s : _System
+    safety : float
+        A factor; pipelined recurrences come farther.
+
+    Attributes
+    ----------
+    unit : array [*systems]
+        By what such lengths are multiplied to be those of residuals; not 1 with M.
+    """
+
+    def __init__(self, s: _System, safety: float = 10) -> None:
+        self.eps, self.values = safety * float(np.finfo(s.dtype).eps), s.values
+        self.norm = self.grown = self.longest = np.zeros(s.vectors.systems)
+        self.unit: Any = 1.0
+
+    def add(self, step: Any, gain: Any, left: Any) -> None:
+        """Count a step of x of this length, what A makes of such lengths, and the length of the residual before it."""
+        self.grown, self.norm = self.grown + np.abs(step), np.maximum(self.norm, gain)
+        self.longest = np.maximum(self.longest, left)
+
+    def doubtful(self, limit: Any) -> np.ndarray:
+        """Return for which systems a residual of this length may be only the recurrence's."""
+        far = self.eps * (self.norm * self.grown * self.unit + self.longest)
+        return np.asarray((far > limit) & self.values)
 
 
 def _fitted(
@@ -321,7 +375,7 @@ def minres(
     sine = old_sine = norm = np.zeros(systems)
     eps = np.finfo(s.dtype).eps
     doubt = lost = np.zeros(systems, bool)  # as A r is small; as there is no solution
-    kept, before = x, left
+    kept, before, begun, drift, step = x, left, (x, left), _Drift(s), 0
     for step in range(s.most()):
         active = ((np.abs(left) > s.limit) & (size > 0) & ~lost) | (not s.values)
         if not active.any():
@@ -331,6 +385,7 @@ def minres(
         delta, new, following, length = _lanczos_step(*known)
         if step == 0 and s.fit(z, np.where(active, np.hypot(delta, length), 1.0)):
             x = kept = s.x
+            begun = x, left
             delta, new, following, length = _lanczos_step(*known)
         old_v, v = v, new
         old_size, size, current = size, np.where(active, s.finite(length, step), size), size
@@ -343,6 +398,7 @@ def minres(
             doubt, lost = doubt | small, lost | (small & (whole == 0))
             active = active & ~lost
         old_c, c, old_sine, sine = c, _ratio(first, whole, active), sine, _ratio(size, whole, active)
+        drift.add(_ratio(c * left, whole, active), norm, np.abs(left))
         old_w, w = w, (z - s.factor(third) * old_w - s.factor(second) * w) * s.factor(_ratio(1.0, whole, active))
         x = x + s.factor(np.where(active, c * left, 0)) * w
         left, z = np.where(active, -sine * left, left), following
@@ -356,6 +412,19 @@ def minres(
     solved, lost = (np.abs(left) <= s.limit) | ((size == 0) & ~lost), lost | doubt
     if (lost := lost & ~solved).any():
         s.x = x * s.factor(~lost) + kept * s.factor(lost)
+    claimed = np.where(solved, s.near, 1.01 * np.where(lost, before, np.abs(left)))
+    if (doubt := drift.doubtful(np.where(solved, s.limit, claimed / 100))).any():
+        r = s.b - s.times(s.x)
+        length = _length(s, r, s.preconditioned(r), step)
+        wrong, more = doubt & ~(length <= claimed), s.maxiter - step - 1
+        if wrong.any():
+            x, first = begun
+            s.x = s.vectors.chosen(wrong & ~(length <= first), x, s.x)
+            if more > 0 and (length <= first / 2)[wrong & solved].all() and (solved | ~wrong).all():
+                options = {"rtol": rtol, "atol": atol, "maxiter": more, "M": M, "callback": callback}
+                found, info = minres(A, b, s.solution(s.x), **options)
+                return found, s.maxiter if info > 0 else info
+            return s.result(max(step + 1, 1))
     return s.result(0 if solved.all() else -1 if (solved | lost).all() else max(s.maxiter, 1))
 
 
@@ -376,7 +445,9 @@ def _preconditioned_start(s: _System, v: DistArray, rtol: float, atol: float) ->
     unit = np.sqrt(np.ldexp(1.0, s.preconditioned.exponents))
     with np.errstate(over="ignore"):
         absolute = np.ldexp(atol * unit, s.exponents)
-    s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b)), absolute)
+    whole = _length(s, s.b, s.preconditioned(s.b))
+    s.limit = np.maximum(rtol * whole, absolute)
+    s.near = np.maximum(s.limit, 100 * float(np.finfo(s.dtype).eps) * whole)
     return z, size
 
 
@@ -429,12 +500,17 @@ def gmres(
     s = _System("gmres", A, b, x0, M, rtol, atol, maxiter)
     most = min(20 if restart is None else whole("gmres: restart", restart, 1), max(1, s.n))
     steps, systems = 0, s.vectors.systems
+    least, best = np.full(systems, np.inf), s.x
+    spoiled = np.zeros(systems, bool)  # by rounding, as of singular A: exact steps make no residual longer
     for turn in range(s.maxiter + 1):
-        size = s.finite(s.vectors.norm(s.r), steps)
-        active = np.array((size > s.limit) & (steps != s.assumed))
-        if not active.any():
-            return s.result(0)
-        if turn == s.maxiter:
+        size = s.vectors.norm(s.r)
+        if s.values and turn and (worse := ~(size <= 10 * least)).any():
+            spoiled = spoiled | worse
+            s.x, s.r = s.vectors.chosen(worse, best, s.x), s.vectors.chosen(worse, 0 * s.b, s.r)
+            size = np.where(worse, least, size)
+        active = np.array((s.finite(size, steps) > s.limit) & ~spoiled & (steps != s.assumed))
+        best, least = s.vectors.chosen(size <= least, s.x, best), np.minimum(size, least)
+        if not active.any() or turn == s.maxiter:
             break
         basis, h = Basis(s.vectors, most + 1), np.zeros((most + 1, most, *systems), s.vectors.dtype)
         directions = basis if M is None else Basis(s.vectors, most)
@@ -463,11 +539,13 @@ def gmres(
             if not active.any():
                 break
             basis.append(w, np.where(active, length, 0))
-        s.x = s.x + directions.combined(y[: j + 1])
-        s.r = s.b - s.times(s.x)
+        with np.errstate(over="ignore", invalid="ignore"):  # the next turn asks whether x is better
+            s.x = s.x + directions.combined(y[: j + 1])
+            s.r = s.b - s.times(s.x)
         if callback is not None:
             callback(s.solution(s.x))
-    return s.result(max(steps, 1))
+    s.x = best
+    return s.result(max(steps, 1) if spoiled.any() or active.any() else 0)
 
 
 def _least(h: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float]:
@@ -530,8 +608,8 @@ def lsqr(
     assumed, eps = assumed_steps(g.u), float(np.finfo(g.u.dtype).eps) / 2
     if assumed is not None:
         iterations, atol, btol, eps = min(iterations, assumed), -1.0, -1.0, -1.0  # no test of convergence is passed
-    with np.errstate(over="ignore"):
-        damping = np.ldexp(damp, g.times.exponents)
+    damping, excess = _damping(damp, g)
+    ahead = 2 * excess if x0 is None else 0 * excess  # x is held times 2 to this power
     x, w, rho_bar, phi_bar = g.x, g.v.copy(), g.alpha, g.beta
     frobenius = directions = damped = np.zeros(g.high.systems)
     x_length = frobenius if x0 is None else g.wide.norm(x)
@@ -548,13 +626,13 @@ def lsqr(
         rho = np.hypot(turned, g.beta)
         c, s = _ratio(turned, rho, active), _ratio(g.beta, rho, active)
         theta, rho_bar, phi, phi_bar = s * g.alpha, -c * g.alpha, c * phi_bar, s * phi_bar
-        x = x + g.wide.factor(_ratio(phi, rho, active)) * w
+        x = x + g.wide.factor(_ratio(phi, rho, active)) * shifted(w, ahead - 2 * excess)
         squares = g.wide.products((w, w), (x, x)).real
         directions = directions + np.where(active, squares[0] * _ratio(1.0, rho, active) ** 2, 0)
         x_length = np.sqrt(squares[1])
         w = g.v - g.wide.factor(_ratio(theta, rho, active)) * w
         if callback is not None:
-            callback(g.solution(x))
+            callback(g.solution(x, ahead))
         r2, ar = np.where(active, np.hypot(phi_bar, damped), r2), np.where(active, g.alpha * abs(s * phi), ar)
         condition = frobenius * np.sqrt(directions)
         istop = np.where(active, _why(g.norm, r2, ar, frobenius, condition, x_length, atol, btol, eps), istop)
@@ -563,12 +641,28 @@ def lsqr(
     moved = x_length if x0 is None else g.wide.norm(x - g.x)
     r1 = np.sqrt(np.maximum(0.0, r2**2 - (damping * moved) ** 2))
     a_power, b_power = g.times.exponents, g.exponents  # of the system whose norms these are
-    powers = (-b_power, -b_power, -a_power, 0 * a_power, -a_power - b_power, a_power - b_power)
+    powers = (
+        -b_power, -b_power, excess - a_power, 0 * a_power, -a_power - b_power - 2 * excess, a_power - b_power - ahead
+    )  # fmt: skip
     numbers = [r1, r2, frobenius, frobenius * np.sqrt(directions), ar, x_length]
     with np.errstate(over="ignore"):
         numbers = [np.ldexp(x, power) for x, power in zip(numbers, powers, strict=True)]
     ended, *lengths = (each if g.high.systems else np.asarray(each).item() for each in (istop, *numbers))
-    return LsqrResult(g.solution(x), ended, done, *lengths)
+    return LsqrResult(g.solution(x, ahead), ended, done, *lengths)
+
+
+def _damping(damp: float, g: _Bidiagonalization) -> tuple[np.ndarray, np.ndarray]:
+    """Return the damping of A times its powers, divided by powers of two, and the exponents of these.
+
+    They are 0 unless the damping is so much larger than A that x = Aᴴ b / damp² but for rounding, and its square may
+    leave the range.  Results of the smaller damping are in proportion.
+    """
+    mantissa, exponent = np.frexp(damp)
+    powers = exponent + g.times.exponents
+    limits = np.finfo(g.u.dtype)  # the squares of x, of about 1 / damping², are summed in double precision
+    most = np.frexp(g.alpha)[1] + min(limits.maxexp * 2 // 5, 170)
+    excess = np.maximum(0, powers - most) if damp else 0 * powers
+    return np.ldexp(mantissa, powers - excess), excess
 
 
 def _why(
@@ -663,9 +757,9 @@ class _Bidiagonalization:
         v = self.adjoint(self.u) - self.wide.factor(self.beta) * self.v
         self.v, self.alpha = self._normalized(v, self.wide, self.wide.norm(v))
 
-    def solution(self, x: DistArray) -> DistArray:
-        """Return a solution in the shape of b, in the user's units."""
-        return self._back(shifted(x, self.times.exponents - self.exponents))
+    def solution(self, x: DistArray, ahead: Any) -> DistArray:
+        """Return a solution, held times 2 to the power `ahead`, in the shape of b, in the user's units."""
+        return self._back(shifted(x, self.times.exponents - self.exponents - ahead))
 
     @staticmethod
     def _normalized(x: DistArray, vectors: Vectors, size: np.ndarray) -> tuple[DistArray, np.ndarray]:

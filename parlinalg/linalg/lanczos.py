@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, qr
-from parlinalg.linalg.matrices import LinAlgError, distributed
+from parlinalg.linalg.matrices import LinAlgError, distributed, real_number
 from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
 from parlinalg.linalg.vectors import (
     Apply,
@@ -104,7 +103,7 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
 
         return times
 
-    one = v.astype(_precise(v))[:, None]
+    one = _near_one(v.astype(_precise(v)))[:, None]
     image = checked(a[0], None, "A x")(one)
     m, dtype = image.shape[0], np.result_type(one.dtype, image.dtype)
     return _Products(checked(a[0], m, "A x"), checked(a[1], n, "Aᴴ y"), (m, n), dtype, v.layout.dims[0], v.grid)
@@ -348,14 +347,14 @@ class _ShiftInvert:
 
 def _shift(value: Any) -> float:
     """Return a shift as a number; raise an error if it is not a real and finite one."""
-    real = isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and np.isrealobj(value))
-    if not real or isinstance(value, bool) or not math.isfinite(value):
-        kind = ValueError if real else TypeError
+    found = real_number(value)
+    if found is None or not math.isfinite(found):
+        kind = TypeError if found is None else ValueError
         raise kind(
             "eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, and a finite one, "
             f"not {value!r}"
         )
-    return float(value)
+    return found
 
 
 def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, accuracy: float) -> None:
@@ -370,6 +369,11 @@ def _check_pairs(a: DistArray, w: DistArray, x: DistArray, sigma: float, accurac
         f"(residuals up to {float(rest):.1e}, of a matrix of norm {float(size):.1e}); move it by about "
         f"{float(np.finfo(x.dtype).eps) ** (1 / 3) * float(size):.1e}"
     )
+
+
+def _near_one(v: DistArray) -> DistArray:
+    """Return a vector times a power of two, unless its square and its products with matrices are well in range."""
+    return shifted(v, Vectors(v).measured(v)[1][0])
 
 
 def _start(a: DistArray, n: int) -> DistArray:
@@ -438,6 +442,7 @@ def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **optio
     """Return the named results of `svds` for one matrix, beginning with a vector of its longer or shorter side."""
     forward, backward, (m, n), dtype, *_ = of
     start = start.astype(dtype, copy=False)
+    start = _near_one(start)
     if m < n:
         start = start if start.shape[0] == m else forward(start[:, None])[:, 0]
         other = {"U": "Vh", "S": "S", "Vh": "U"}
@@ -446,10 +451,8 @@ def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **optio
             **options,
         )  # fmt: skip
         return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
-    vectors = Vectors(start)
-    start = shifted(start, vectors.measured(start)[1][0])
     image = forward(start[:, None])
-    times, adjoint = Scaled(forward, Vectors(image[:, 0])), Scaled(backward, vectors)
+    times, adjoint = Scaled(forward, Vectors(image[:, 0])), Scaled(backward, Vectors(start))
     times.fit_image(start[:, None], image)
     adjoint.exponents = times.exponents
     _, v = eigsh(lambda x: adjoint(times(x[:, None]))[:, 0], k, v0=start, **options)

@@ -34,7 +34,7 @@ from parlinalg.linalg.spectral import (
     values_of,
     values_of_triangle,
 )
-from parlinalg.linalg.systems import LOWER, solve_triangular
+from parlinalg.linalg.systems import LOWER, triangular_solution
 from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 
@@ -404,16 +404,19 @@ def _orthogonal(parts: Pseudoinverse, s: DistArray) -> tuple[DistArray, ...]:
 
 
 def times(parts: Pseudoinverse, b: DistArray, adjoint: bool = False) -> DistArray:
-    """Return P b, or with `adjoint` Pᴴ b, for a pseudoinverse P in parts and b [..., m, k], or [..., n, k]."""
+    """Return P b, or with `adjoint` Pᴴ b, for a pseudoinverse P in parts and b [..., m, k], or [..., n, k].
+
+    NaNs and infinities of b make NaNs.
+    """
     kind, first, second, *rest = parts
     unit = rest[-1][..., None, None] if isinstance(rest[-1], DistArray) else rest[-1]
     if kind == "svd":
         u, vh = (first, rest[0]) if adjoint else (rest[0].mT.conj(), first.mT.conj())
         found = matmul(u, kernels.quotients(matmul(vh, b), second[..., :, None]))
     elif (kind == "tall") == adjoint:
-        found = matmul(first, solve_triangular(second, b, adjoint=True))
+        found = matmul(first, triangular_solution(second, b, adjoint=True))
     else:
-        found = solve_triangular(second, matmul(first.mT.conj(), b))
+        found = triangular_solution(second, matmul(first.mT.conj(), b))
     return found * unit
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, whole
+from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.dispatch import no_array
 from parlinalg.array.joining import stack
-from parlinalg.array.namespace import broadcast_to
+from parlinalg.array.namespace import broadcast_to, isnan
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.shapes import has_values
@@ -26,6 +26,8 @@ FLOATING = "fdFD"
 CROWDED = 4
 """The most ranks a core for which only as many ranks as cores factor a matrix."""
 ODD = "NaNs or infinities"
+NEGLIGIBLE = 10
+"""Up to this size, in units of n ε ‖A‖, negative eigenvalues and differences of eigenvalues count as rounding."""
 
 
 def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
@@ -93,14 +95,51 @@ def no_layers(block: int | None, depth: int | None) -> int | None:
     return block if block is None else _rows(block)
 
 
+def real_number(value: Any) -> float | None:
+    """Return a real number, one of Python's or NumPy's or an array without dims, as a float; None of anything else."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    if isinstance(value, str | bytes | bool) or kind not in "iuf" or getattr(value, "ndim", 0) != 0:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def cutoff(name: str, value: Any) -> float:
     """Return the share of the largest singular value up to which others count as 0, a number."""
-    try:
-        found = float(value if not isinstance(value, str | bool) else "no number")
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: rcond is a number, or None, not {value!r}") from None
+    found = real_number(value)
+    if found is None:
+        raise TypeError(f"{name}: rcond is a number, or None, not {value!r}")
     if math.isnan(found):
         raise ValueError(f"{name}: rcond is a number, or None, not {value!r}")
+    return found
+
+
+def limits(what: str, value: Any) -> Any:
+    """Return a number, or a DistArray with one for every matrix, as a limit of singular values.
+
+    Raises
+    ------
+    TypeError
+        If they are not real.
+    ValueError
+        If one is NaN, on all ranks.
+    """
+    text = f"{what} is a number, or one for every matrix, or None, not {value!r}"
+    if isinstance(value, DistArray):
+        if value.dtype.kind not in "iuf":
+            raise TypeError(text)
+        if value.dtype.kind == "f" and not truth((~isnan(value)).all(), "finite", "whether a limit is NaN"):
+            raise ValueError(text)
+        return value
+    if getattr(value, "ndim", 0) or isinstance(value, list | tuple):
+        return value  # refused as other arrays are that are not distributed
+    found = real_number(value)
+    if found is None:
+        raise TypeError(text)
+    if math.isnan(found):
+        raise ValueError(text)
     return found
 
 
@@ -143,9 +182,11 @@ def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name
 
 def batches(
     name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0,
-    lower: bool = False,
+    lower: bool = False, check: bool = True,
 ) -> tuple[DistArray, ...]:  # fmt: skip
     """Return what a function of matrices, or with `lower` of lower triangles, gives for stacks of them.
+
+    With `check`, NaNs and infinities are refused.
 
     As many matrices as ranks, or more, are distributed and computed by each rank alone, by `local(xp, blocks)`; fewer
     are computed one after the other by all ranks, by `one`.
@@ -170,7 +211,7 @@ def batches(
         blocks = [namespace(block).tril(block) for block in blocks]
     problem = ""
     results: Any = ()
-    if not all(map(kernels.finite, blocks)):
+    if check and not all(map(kernels.finite, blocks)):
         problem = ODD
     try:
         with np.errstate(all="ignore"), kernels.raising(arrays[0].block):

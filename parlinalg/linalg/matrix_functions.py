@@ -18,7 +18,7 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, QRFactor, cho_factor, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd
+from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, refuse_odd
 from parlinalg.linalg.spectral import counted, eigh, svd
 from parlinalg.linalg.systems import solve_triangular
 from parlinalg.linalg.tiles import worst
@@ -268,10 +268,6 @@ def _excess(a: DistArray, m: int, squarings: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ square root
-NEGLIGIBLE = 10
-"""Size of a negative eigenvalue of a real matrix that still counts as rounding, in units of n ε ‖A‖."""
-
-
 @primitive
 def sqrtm(x: DistArray, /) -> DistArray:
     """Return the principal square roots of square matrices [..., n, n]: X X = A, with eigenvalues of real parts ≥ 0.

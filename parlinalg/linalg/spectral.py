@@ -24,7 +24,17 @@ from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky, tall_qr
-from parlinalg.linalg.matrices import ODD, LinAlgError, as_matrix, batches, distributed, refuse_odd, scaled, tiles_for
+from parlinalg.linalg.matrices import (
+    ODD,
+    LinAlgError,
+    as_matrix,
+    batches,
+    distributed,
+    limits,
+    refuse_odd,
+    scaled,
+    tiles_for,
+)
 from parlinalg.linalg.systems import inv, solve_triangular
 from parlinalg.matmul import matmul
 
@@ -351,10 +361,7 @@ def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts."""
-    if rtol is None:
-        rtol = least * float(np.finfo(s.dtype).eps)
-    if isinstance(rtol, float) and math.isnan(rtol):
-        raise ValueError(f"rtol is a number, or one for every matrix, or None, not {rtol!r}")
+    rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else limits("rtol", rtol)
     largest = s.max(axis=-1, keepdims=True) if s.shape[-1] else zeros((*s.shape[:-1], 1), dtype=s.dtype, grid=s.grid)
     if isinstance(rtol, DistArray) and rtol.ndim:
         rtol = reshape(rtol, (*rtol.shape, 1))
@@ -418,15 +425,22 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
     else:
         if x.shape[-1] != x.shape[-2]:
             raise LinAlgError(f"cond of order {p!r} takes square matrices, not of shape {x.shape}; order 2 takes any")
-        size: Any = math.inf
         try:
-            size = matrix_norm(inv(x), ord=p)
+            inverse = inv(x)
         except LinAlgError:
             if x.ndim > 2:  # some are singular
                 each = [cond(x[at], p) for at in np.ndindex(*x.shape[:-2])]
                 return reshape(stack(each), x.shape[:-2]).redistribute(Layout(*x.layout.dims[:-2]))
+            inverse = None
         with np.errstate(all="ignore"):
-            found = matrix_norm(x, ord=p) * size
+            if inverse is None:
+                found = matrix_norm(x, ord=p) * math.inf
+            elif p == "nuc":  # by values whose inverses, beside the largest, are in range where those of x are not
+                s = svdvals(x)
+                largest = s.max(axis=-1, keepdims=True)
+                found = (s / largest).sum(axis=-1) * (largest / s).sum(axis=-1)
+            else:
+                found = matrix_norm(x, ord=p) * matrix_norm(inverse, ord=p)
     return where(isnan(found), found.dtype.type(math.inf), found)  # as of zeros
 
 

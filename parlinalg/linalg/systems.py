@@ -129,13 +129,23 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
         return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
     if a.ndim > 2 or b.ndim > 2:
         no_layers(None, depth)
-
-        def local(xp: Any, p: Any, q: Any) -> Any:
-            return kernels.stacked(kernels.routines(p).solve, _solution, p, q)
-
-        return batches("solve", local, solve, a, b, like=1)[0], None
+        return batches("solve", _solutions, solve, a, b, like=1)[0], None
     factor = LUFactor(a, b=b, depth=depth, name="solve")  # with the right-hand sides as further columns
     return factor.carried(b), factor
+
+
+def solution(a: DistArray, b: DistArray) -> DistArray:
+    """Return what `solve` does of matrices a and b of fitting shapes; NaNs and infinities of b make NaNs of x."""
+    dtype = np.result_type(a.dtype, b.dtype)
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    if a.ndim == b.ndim == 2:
+        return LUFactor(a, name="solve").solution(b)
+    return batches("solve", _solutions, solution, a, b, like=1, check=False)[0]
+
+
+def _solutions(xp: Any, a: Any, b: Any) -> Any:
+    """Return x of A x = b, of stacks of matrices that a rank has."""
+    return kernels.stacked(kernels.routines(a).solve, _solution, a, b)
 
 
 def _solution(a: Any, b: Any) -> Any:
@@ -206,15 +216,21 @@ def solve_triangular(
     LinAlgError
         If an element of the diagonal is 0, which it names.
     """
+    return triangular_solution(a, b, lower=lower, adjoint=adjoint, unit_diagonal=unit_diagonal, check=True)
+
+
+def triangular_solution(
+    a: DistArray, b: DistArray, *, lower: bool = False, adjoint: bool = False, unit_diagonal: bool = False,
+    check: bool = False,
+) -> DistArray:  # fmt: skip
+    """Return what `solve_triangular` does; without `check`, NaNs and infinities make NaNs of x."""
     a, b = as_matrix(a, "solve_triangular", square=True), as_matrix(b, "solve_triangular", vectors=True)
     same_grid([a, b])
     dtype = np.result_type(a.dtype, b.dtype)
-    if a.ndim > 2 or b.ndim > 2:
-        return _stacks_of_triangles(
-            a.astype(dtype, copy=False), b.astype(dtype, copy=False), lower, adjoint, unit_diagonal
-        )
-    a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
     given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
+    if a.ndim > 2 or b.ndim > 2:
+        return _stacks_of_triangles(a.astype(dtype, copy=False), b.astype(dtype, copy=False), given, check)
+    a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
     few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
     finite = False  # as far as all ranks know
     with np.errstate(all="ignore"):
@@ -234,7 +250,7 @@ def solve_triangular(
         return x
     finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
     odd, zero = map(int, worst(a.grid, [not (finite and kernels.finite(x.block)), zero]))
-    if odd or zero:  # by what was given?
+    if check and (odd or zero):  # by what was given?
         odd = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
         refuse_odd(worst(a.grid, [odd])[0], "solve_triangular")
     if zero:
@@ -286,18 +302,18 @@ def _diagonal(a: DistArray) -> tuple[bool, int]:
     return kernels.finite(own), a.shape[0] - first - int(zeros[0]) if len(zeros) else 0
 
 
-def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool, unit: bool) -> DistArray:
+def _stacks_of_triangles(a: DistArray, b: DistArray, given: dict[str, bool], check: bool) -> DistArray:
     if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
         raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
     if b.ndim == 1:
-        return reshape(_stacks_of_triangles(a, b[:, None], lower, adjoint, unit), a.shape[:-1])
-
+        return reshape(_stacks_of_triangles(a, b[:, None], given, check), a.shape[:-1])
+    lower, adjoint, unit = given["lower"], given["adjoint"], given["unit"]
     a = (tril if lower else triu)(a, k=(-1 if lower else 1) * unit)  # what is not read may be anything
 
     def local(xp: Any, p: Any, q: Any) -> Any:
-        return kernels.triangles(p, q, lower=lower, adjoint=adjoint, unit=unit)
+        return kernels.triangles(p, q, **given)
 
     def one(p: DistArray, q: DistArray) -> DistArray:
-        return solve_triangular(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit)
+        return triangular_solution(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit, check=check)
 
-    return batches("solve_triangular", local, one, a, b, like=1)[0]
+    return batches("solve_triangular", local, one, a, b, like=1, check=check)[0]

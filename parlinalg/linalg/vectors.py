@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray, same_grid
-from parlinalg.array.namespace import broadcast_to
+from parlinalg.array.namespace import broadcast_to, where
 from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.matrices import LinAlgError
+from parlinalg.linalg.matrices import LinAlgError, real_number
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 from parlinalg.matmul.execute import execute
@@ -69,6 +69,12 @@ class Vectors:
         *lead, _, last = self.layout.dims
         shape = (*self.systems[:-1], 1, self.systems[-1])
         return DistArray(self.grid.backend.from_host(block), shape, Layout(*lead, None, last), self.grid)
+
+    def chosen(self, mask: np.ndarray, x: DistArray, y: DistArray) -> DistArray:
+        """Return x of the systems where the mask is True, and y of the others; they may have NaNs."""
+        if self.one:
+            return x if mask else y
+        return where(self.factor(np.where(mask, 1.0, 0.0)) > 0, x, y)
 
     def plus(self, x: DistArray, factor: Any, y: DistArray) -> DistArray:
         """Return x + factor y of vectors that lie alike, for what `factor` returns."""
@@ -366,11 +372,8 @@ def product(
 
 def tolerance(name: str, value: Any) -> float:
     """Return a tolerance; raise ValueError if it is no number of at least 0."""
-    try:
-        found = -1.0 if isinstance(value, str | bool) else float(value)
-    except (TypeError, ValueError):
-        found = -1.0
-    if not 0 <= found < math.inf:
+    found = real_number(value)
+    if found is None or not 0 <= found < math.inf:
         raise ValueError(f"{name} is a number of at least 0, not {value!r}")
     return found
 

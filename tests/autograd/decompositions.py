@@ -257,7 +257,7 @@ EXAMPLES: dict[str, list[Example]] = {
     ),
     "cond": [
         *each(lambda la, x: la.cond(x) * la.cond(x, -2) ** 2, TALL, SQUARE, STACK),
-        *each(lambda la, x: la.cond(x, 1) + la.cond(x, "fro"), SQUARE, torch=False),
+        *each(lambda la, x: la.cond(x, 1) + la.cond(x, "fro") + la.cond(x, "nuc"), SQUARE, torch=False),
     ],
     "pinv": [
         *each(lambda la, x: la.pinv(x), SQUARE, TALL, WIDE, STACK),

@@ -41,6 +41,67 @@ def test_gradients(name: str, grid: Grid, serial: Grid, request: pytest.FixtureR
             )
 
 
+def backward_of(function: Callable[..., Tensor], inputs: list[Tensor], values: Callable[..., np.ndarray]) -> None:
+    """Run the backward pass from the gradient that `values` makes for a shape and a dtype."""
+    y = function(*inputs)
+    y.backward(cut(values(y.shape, y.dtype), y.grid, y.layout.with_partial(())))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_gradients_that_are_not_finite(name: str, grid: Grid, request: pytest.FixtureRequest) -> None:
+    """They make NaNs, as PyTorch's do, and no errors; on several ranks some of the examples."""
+    seed, some = request.config.getoption("--seed"), 1 if grid.size == 1 else 3
+    for i, example in enumerate(EXAMPLES[name]):
+        if (i + seed) % some:
+            continue
+        inputs = [tensor(a, grid, LAYOUTS[a.ndim][i % len(LAYOUTS[a.ndim])]) for a in example.arrays]
+        value = (np.nan, np.inf)[i % 2]
+        with np.errstate(all="ignore"):
+            backward_of(
+                lambda *x: example.function(linalg, *x), inputs, lambda shape, dtype: np.full(shape, value, dtype)
+            )
+        for x in inputs:
+            assert x.grad is not None
+            assert not np.isfinite(x.grad.gather()).all()
+
+
+STACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "solve": lambda x: linalg.solve(x, x @ x),
+    "solve_triangular": lambda x: linalg.solve_triangular(x, x @ x),
+    "cholesky": lambda x: linalg.cholesky(positive(x)),
+    "lu": lambda x: linalg.lu(x)[2],
+    "qr": lambda x: linalg.qr(x).R,
+    "lstsq": lambda x: linalg.lstsq(x, x @ x)[0],
+    "eigvals": lambda x: abs(linalg.eigvals(x)),
+    "expm": linalg.expm,
+    "sqrtm": lambda x: linalg.sqrtm(linalg.matrix_power(x, 2)),
+}
+
+
+@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("name", STACKS)
+def test_gradients_that_are_not_finite_of_one_matrix_of_a_stack(name: str, count: int, grid: Grid) -> None:
+    """Those of the others are what they are without it."""
+
+    def values(first: float) -> Callable[..., np.ndarray]:
+        def made(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+            g = numbers(*shape, seed=4).astype(dtype)
+            g[0] *= first
+            return g
+
+        return made
+
+    a = spaced(count, 3, 3) + 4 * np.eye(3)
+    found = []
+    for first in (1.0, np.nan):
+        x = tensor(a, grid, LAYOUTS[3][0])
+        backward_of(STACKS[name], [x], values(first))
+        assert x.grad is not None
+        found.append(x.grad.gather())
+    assert np.isnan(found[1][0]).any()
+    close(found[1][1:], found[0][1:])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_single_precision(dtype: Any, widest: Grid) -> None:
     for name in ("qr", "eigh", "svd", "lu", "lstsq"):

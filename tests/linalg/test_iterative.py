@@ -133,6 +133,38 @@ def test_minres_without_a_solution(grid):
     assert minres(placed(grid, path, 1), placed(grid, both, 2), rtol=1e-10, maxiter=5)[1] == 5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_singular_matrices_are_not_said_to_be_solved(grid, dtype):
+    """With a part of b in the null space recurrences find small residuals that b − A x does not have."""
+    solved = 0
+    for seed in range(3):
+        for n in (5, 8, 20):
+            q = np.linalg.qr(random(n, n, seed=seed))[0]
+            for signs, part in ((1, 1.0), (1, 1e-3), ((-1) ** np.arange(n), 1.0), (1, 0.0)):
+                a = (q * np.r_[0, np.linspace(1, 3, n - 1)] * signs) @ q.T
+                a = ((a + a.T) / 2).astype(dtype)
+                b = (part * q[:, 0] + (part < 1) * (a @ random(n, seed=seed + 9))).astype(dtype)
+                A, B = placed(grid, a, seed), placed(grid, b, 1)
+                both = placed(grid, np.stack([b, a @ b], 1), 2)
+                positive = [] if np.ndim(signs) else [(cg, {}), (cg, {"pipelined": True})]
+                for function, options in (*positive, (minres, {}), (gmres, {})):
+                    for rhs in (B, both):
+                        try:
+                            x, info = function(A, rhs, **options)
+                        except np.linalg.LinAlgError:  # where rounding makes eigenvalues negative
+                            assert function is cg
+                            continue
+                        x, y = x.gather().astype(float), rhs.gather()
+                        left = np.linalg.norm(y - a @ x, axis=0) / np.linalg.norm(y, axis=0)
+                        limit = max(1e-5, 100 * np.finfo(dtype).eps)
+                        assert info != 0 or (left <= 1.01 * limit).all(), (function, n, left)
+                        assert info == 0 or part
+                        solved += info == 0
+                        if function is not cg:
+                            assert (left <= 10).all(), (function, n, left, info)
+    assert solved
+
+
 def test_one_all_reduce_a_step_of_conjugate_gradients(grid, world):
     n = 24
     line = Layout(grid.axes)
@@ -535,6 +567,31 @@ def test_norms_of_least_squares_are_in_the_users_units(grid, of_a, of_b):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("x0", [False, True])
+def test_damping_much_larger_than_the_matrix(grid, dtype, x0):
+    """x is Aᴴ b / damp² then; the square of damp / ‖A‖ may be out of range."""
+    a, b, c = random(7, 4), random(7, seed=1), random(7, 2, seed=2)
+    most = {"float32": 120, "float64": 1000}[dtype]
+    for of_a, of_damp, of_b in ((0, 0.55, 0.9), (-0.7, 0.2, 0.9), (-0.9, 0.0, 0.95), (-0.95, 0.95, 0), (0.9, 0.95, 0)):
+        of_a, of_damp, of_b = (int(most * each) for each in (of_a, of_damp, of_b))
+        for rhs in (b, c):
+            A, B = (placed(grid, power(v.astype(dtype), e), 1) for v, e in ((a, of_a), (rhs, of_b)))
+            damp = 2.0**of_damp
+            want = power(a.astype(dtype).astype(float).T @ rhs.astype(dtype), of_a + of_b - 2 * of_damp)
+            if of_damp - of_a < 20:
+                want = None
+            first = power(random(4, *rhs.shape[1:], seed=3).astype(dtype), 0)
+            found = lsqr(A, B, damp=damp, **({"x0": placed(grid, first, 2)} if x0 else {}))
+            assert np.isfinite(found.x.gather()).all()
+            if want is not None:
+                np.testing.assert_allclose(found.anorm, damp, rtol=1e-6)
+            if want is not None and not x0:
+                close(found.x, want.astype(dtype), 1e-5)
+                if size := np.abs(want).max():
+                    np.testing.assert_allclose(found.xnorm, np.linalg.norm(want / size, axis=0) * size, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_least_squares_to_the_last_digit(grid, dtype):
     """With tolerances of 0 it ends, as SciPy's, where what is left is rounding."""
     a, b = random(30, 12, dtype=dtype, seed=4), random(30, dtype=dtype, seed=5)
@@ -693,6 +750,16 @@ def test_some_singular_vectors(grid, shape):
     close(right.S, s, 1e-10)
     close(abs(left.U), abs(every.U.gather()), 1e-9)
     close(abs(right.Vh), abs(every.Vh.gather()), 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(20, 13), (13, 20)], ids=str)
+@pytest.mark.parametrize("size", [1e-310, 1e-200, 1e200])
+@pytest.mark.parametrize("first", [1e-310, 1e-300, 1.0, 1e300])
+def test_first_vectors_of_any_length(grid, shape, size, first):
+    a = size * random(*shape)
+    matrix, adjoint, v0 = placed(grid, a, 1), placed(grid, a.T.copy(), 2), placed(grid, first * random(shape[1]), 3)
+    found = svds((lambda x: matrix @ x, lambda y: adjoint @ y), 2, v0=v0).S
+    close(found / size, np.linalg.svd(a / size)[1][:2], 1e-8)
 
 
 @pytest.mark.parametrize("shape", [(20, 13), (13, 20)], ids=str)

@@ -243,6 +243,52 @@ def test_odd_tolerances_and_orders(grid):
             linalg.cond(wide, "nuc")
 
 
+NANS = [np.float32("nan"), np.float64("nan"), np.float16("nan"), np.array(np.nan), np.array(np.nan, np.float32)]
+NO_NUMBERS = [True, np.bool_(True), np.complex64(1), "1"]
+
+
+def test_limits_of_all_kinds_of_numbers(grid):
+    """NumPy's scalars and arrays without dims are numbers too; a NaN or what is no real number is refused."""
+    x, b = placed(grid, np.diag([3.0, 2.0, 1e-9])), placed(grid, random(3))
+    several = placed(grid, np.stack([np.eye(3)] * 2))
+    functions = [
+        lambda rtol: linalg.pinv(x, rtol=rtol),
+        lambda rtol: linalg.matrix_rank(x, rtol=rtol),
+        lambda tol: np.linalg.matrix_rank(x, tol),
+        lambda rtol: linalg.matrix_rank(several, rtol=rtol),
+        lambda rcond: linalg.lstsq(x, b, rcond),
+        lambda rcond: linalg.orth(x, rcond),
+        lambda rtol: linalg.cg(x, b, rtol=rtol),
+        lambda tol: linalg.lobpcg(x, b[:, None], tol=tol),
+        lambda sigma: linalg.eigsh(x, 1, sigma=sigma),
+    ]
+    for function in functions:
+        for value in [*NANS, pla.asarray(np.nan, grid=grid)]:
+            with pytest.raises(ValueError, match=r"not .*nan|not DistArray"):
+                function(value)
+        for value in NO_NUMBERS:
+            with pytest.raises((TypeError, ValueError), match="not"):
+                function(value)
+    for value in (np.float32(0.5), np.array(0.5), pla.asarray(0.5, grid=grid), pla.asarray(np.float32(0.5), grid=grid)):
+        assert int(linalg.matrix_rank(x, rtol=value)) == 2
+        assert linalg.lstsq(x, b, value).rank == 2
+        assert linalg.orth(x, value).shape == (3, 2)
+        assert int(np.linalg.matrix_rank(x, value)) == 2
+    odd = pla.asarray(np.array([0.5, np.nan]), grid=grid)
+    for function in (linalg.pinv, linalg.matrix_rank):
+        with pytest.raises(ValueError, match="rtol is a number, or one for every matrix, or None, not DistArray"):
+            function(several, rtol=odd)
+
+
+@pytest.mark.parametrize("size", [1e-310, 1e-300, 1.0, 1e300])
+def test_conditions_of_the_whole_range(grid, size):
+    """NumPy's finds no singular values of an inverse that overflows."""
+    for lead in ((), (2,)):
+        a = np.broadcast_to(size * np.diag([1.0, 2.0, 4.0]), (*lead, 3, 3))
+        found = linalg.cond(placed(grid, a.copy(), 1), "nuc").gather()
+        np.testing.assert_allclose(found, np.full(lead, 7 * 1.75), rtol=1e-9 if size < 1e-307 else 1e-14)
+
+
 def test_solutions_lie_like_the_right_hand_side(grid):
     a = random(7, 7) + 7 * np.eye(7)
     for seed in range(4):
