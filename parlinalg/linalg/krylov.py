@@ -419,8 +419,10 @@ def minres(
         wrong, more = doubt & ~(length <= claimed), s.maxiter - step - 1
         if wrong.any():
             x, first = begun
-            s.x = s.vectors.chosen(wrong & ~(length <= first), x, s.x)
-            if more > 0 and (length <= first / 2)[wrong & solved].all() and (solved | ~wrong).all():
+            lost_digits = drift.doubtful(first / 10) | ~(length <= first)
+            s.x = s.vectors.chosen(wrong & lost_digits, x, s.x)
+            better = solved & ~lost_digits & (length <= first / 2)
+            if more > 0 and (better | ~wrong).all():
                 options = {"rtol": rtol, "atol": atol, "maxiter": more, "M": M, "callback": callback}
                 found, info = minres(A, b, s.solution(s.x), **options)
                 return found, s.maxiter if info > 0 else info
