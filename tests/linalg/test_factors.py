@@ -833,12 +833,25 @@ def test_triangles_are_solved_in_pieces(dtype, order, monkeypatch):
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1023, 1033), (2, 300_000), (3000, 257), (9000, 131)], ids=str
+    "shape",
+    [
+        (0, 3),
+        (1, 1),
+        (17, 300),
+        (300, 17),
+        (1023, 1033),
+        (2, 300_000),
+        (3000, 257),
+        (9000, 131),
+        (70_001, 7),
+        (9999, 3),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("threads", [None, 1, 2, 7])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 def test_copies_in_columns(shape, threads, dtype, monkeypatch):
-    """However many threads make them, by a loop or without, which complex numbers have none of."""
+    """However many threads make them, by a loop or without, which complex128 has none of."""
     monkeypatch.setattr(kernels.blas, "blas_threads", lambda: threads)
     a = np.random.default_rng(0).random(shape).astype(dtype)
     found = kernels.in_columns(a, 2)
