@@ -479,6 +479,24 @@ def test_triangular_solutions(grid, lower, adjoint, unit, monkeypatch):
         small(norm(t @ y - b), norm(t) * norm(y), n, dtype, (n, dtype, shape))
 
 
+@pytest.mark.parametrize("columns", [2, triangular.FEW + 9])
+@pytest.mark.parametrize("adjoint", [True, False])
+def test_solutions_that_overflow(grid, columns, adjoint):
+    """Without a warning, as NumPy's; pieces of the solution that are in range have their values."""
+    n, layout = 200, grid.default_layout((200, 200))
+    t = np.eye(n, dtype=np.complex64) - np.triu(np.ones((n, n), np.float32), 1)
+    b = np.zeros((n, columns), t.dtype)
+    b[0 if adjoint else -1] = 1  # of which x is 1, 1, 2, 4, ... from there on
+    A, B = pla.distribute(t, grid, layout), pla.distribute(b, grid, Layout(None, None))
+    lu, found = linalg.lu_factor(A).solve(B, adjoint=adjoint), [linalg.solve_triangular(A, B, adjoint=adjoint)]
+    if not adjoint:  # else zeros of L multiply NaNs, in LAPACK too
+        found += [lu, linalg.solve(A, B), linalg.qr_factor(A).solve(B)]
+    for each in found:
+        x = each.gather()[:: 1 if adjoint else -1]
+        assert not np.isfinite(x[160:]).any()
+        np.testing.assert_allclose(x[1:100], np.broadcast_to(2.0 ** np.arange(99)[:, None], (99, columns)), rtol=1e-4)
+
+
 class TestErrors:
     def test_indefinite(self, grid):
         a = np.diag(np.r_[np.ones(40), -1.0, np.ones(20), -1.0])
