@@ -94,9 +94,11 @@ PANEL = 64
 WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
 LARGE, COPYING = 4 << 20, 4
-"""Bytes of a matrix from which on several threads copy it, and how many at the most."""
+"""Bytes of a matrix from which on several threads work on it, and how many copy it at the most."""
 STRIP = 256
 """Rows that a loop copies before the next ones."""
+TALL, SLICE = 8, 48
+"""Rows of a large matrix, by its columns, from which on it is factored in panels, and columns of a panel."""
 NARROW, PIECE = 32, 512
 """Right-hand sides up to which a triangle is solved in pieces, and rows of a piece.  OpenBLAS solves with few columns
 on one thread; products it shares out."""
@@ -322,16 +324,36 @@ def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
         return a.copy(), np.arange(m)
     given, found = (a, in_columns(a)) if given is None or not a.flags.f_contiguous else (given, a)
     pivots = np.empty(min(m, n), np.int64)
-    if blas.lapack("getrf", a.dtype, m, n, found, m, pivots) is None:
+    if not _factored(found, pivots):
         found, pivots, _ = lapack("getrf", a.dtype)(a)
-    else:
-        pivots -= 1
     diagonal = found.diagonal()
     sizes, parts = abs(diagonal.real) + abs(diagonal.imag), 2 if a.dtype.kind == "c" else 1
     small = np.flatnonzero(sizes < parts * np.finfo(a.dtype).tiny)  # the largest of its column, or what took its place
     if any(found[j:, j].any() for j in small[small < m - 1]):
         return _lu_by_quotients(given)
     return found, _order(pivots, m)
+
+
+def _factored(a: np.ndarray, pivots: np.ndarray) -> bool:
+    """Replace a matrix in Fortran's order by L and U, and fill in the pivots, counted from 0; False without `getrf`.
+
+    OpenBLAS factors tall matrices on one thread; of panels of them all threads multiply.
+    """
+    m, n = a.shape
+    tall = a.nbytes >= LARGE and m >= TALL * n and (blas.blas_threads() or 1) > 1
+    width = SLICE if tall and n >= 2 * SLICE else n
+    for k in range(0, n, width):
+        end = min(k + width, n)
+        own, head, panel, right = pivots[k:end], a[k:end, k:end], a[k:, k:end], a[k:, end:]
+        if blas.lapack("getrf", a.dtype, m - k, end - k, panel, m, own) is None:
+            return False
+        for other in (a[k:, :k], right):
+            if other.size:
+                blas.lapack("laswp", a.dtype, other.shape[1], other, m, 1, end - k, own, 1)
+        substitute(head.T, right[: end - k].T, right=True, unit=True)  # in rows they are transposes
+        subtract(right[end - k :].T, right[: end - k].T, panel[end - k :].T)
+        own += k - 1
+    return True
 
 
 def _lu_by_quotients(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

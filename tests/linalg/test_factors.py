@@ -850,6 +850,30 @@ def test_triangles_are_solved_in_pieces(dtype, order, monkeypatch):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(800, 97), (776, 97), (1700, 200), (900, 96)], ids=str)
+def test_tall_matrices_are_factored_in_panels(shape, dtype, monkeypatch):
+    """By several threads, with the pivots of one call of LAPACK; zero columns, pivots near underflow, and NaNs too."""
+    monkeypatch.setattr(kernels, "LARGE", 0)
+    m, n = shape
+    a = random(shape, dtype, np.random.default_rng(0))
+    gap = a.copy()
+    gap[:, [3, 60, n - 1]] = 0
+    for given in (a, gap, a * float(np.finfo(dtype).tiny)):
+        every = []
+        for threads in (1, 2):
+            monkeypatch.setattr(kernels.blas, "blas_threads", lambda threads=threads: threads)
+            found, order = kernels.lu(given.copy())
+            every.append(order)
+            lower, upper = np.tril(found, -1) + np.eye(m, n, dtype=dtype), np.triu(found[:n])
+            unit = 2.0 ** -np.frexp(norm(given))[1]
+            small(norm(lower @ (upper * unit) - given[order] * unit), norm(given * unit), m, dtype, threads)
+        np.testing.assert_array_equal(*every)
+    a[700, 50] = np.nan
+    assert not np.isfinite(kernels.lu(a)[0]).all()
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "shape",
     [
