@@ -80,7 +80,9 @@ def plan_training(
     memory : int or str, optional
         Bytes that a rank may use, such as "80GiB"; by default the machine's.
     global_batch : int, optional
-        Samples of a step, by default the configuration's `batch_size`.
+        Samples of a step, by default the configuration's `batch_size`.  Where there are fewer samples to train on, a
+        step takes all of them, as in training, and its data parallel ranks and microbatches may differ by a sample: a
+        plan then counts the largest.
     best : int
         How many to return.
     settings : sequence of str
@@ -116,14 +118,16 @@ def plan_training(
             "all: give it as parallel.tensor, or leave it out; parlinalg train takes it as it is"
         )
     model = TracedModel(checked, ranks, found, batch)
-    space = Space(checked, given, ranks, batch, model.depth, _dtypes(checked, given, found))
+    space = Space(
+        checked, given, ranks, model.batch, model.depth, _dtypes(checked, given, found), uneven=model.all_samples
+    )
     search = _Search(model, space, limit, best, exhaustive)
     if not search.candidates:
         raise PlanError(_no_split(checked, given, ranks, batch, model.depth))
     planned = search.run()
     model.warn(planned[0].candidate)
     return TrainingPlan(
-        found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
+        found, ranks, limit, model.batch, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
         search.traced, search.proven, perf_counter() - began, given, model.inputs.language,
     )  # fmt: skip
 

@@ -21,8 +21,10 @@ class TrainingPlan:
     Attributes
     ----------
     machine : Machine
-    ranks, memory, batch : int
+    ranks, memory : int
         `memory` is the bytes a rank may use.
+    batch, batch_size : int
+        The samples of a step, and `batch_size` of the configuration: there may be fewer samples to train on.
     best : tuple of Planned
         The fastest first.
     lost : tuple of (str, int, str)
@@ -44,6 +46,7 @@ class TrainingPlan:
     ranks: int
     memory: int
     batch: int
+    batch_size: int
     best: tuple[Planned, ...]
     lost: tuple[tuple[str, int, str], ...]
     candidates: int
@@ -56,7 +59,7 @@ class TrainingPlan:
     @property
     def configuration(self) -> dict[str, Any]:
         """The keys of the configuration that `parlinalg train` takes, with the best choices."""
-        return self.best[0].candidate.values(self.given, self.batch)
+        return self.best[0].candidate.values(self.given, self.batch_size)
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write this configuration as a Python file.
@@ -78,13 +81,18 @@ class TrainingPlan:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
+    def _samples(self) -> str:
+        if self.batch == self.batch_size:
+            return counted(self.batch, "sample")
+        return f"{counted(self.batch, 'sample')}, all that there are to train on (batch_size={self.batch_size} is more)"
+
     def explain(self) -> str:
         """Return the plan as text: the best with their figures, and the others with why they lost."""
         unit = "tokens/s" if self.language else "samples/s"
         first = self.best[0]
         lines = [
             f"{counted(self.ranks, 'rank')} of {self.machine.name} ({self.machine.about}), "
-            f"{format_bytes(self.memory)} a rank, batches of {self.batch}",
+            f"{format_bytes(self.memory)} a rank, batches of {self._samples()}",
             f"{counted(self.candidates, 'candidate')}, {self.traced} of them traced in full, in {self.seconds:.1f} s; "
             + ("none can be faster than the first" if self.proven else "others may be faster than the first"),
             "",
