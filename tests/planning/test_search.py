@@ -39,6 +39,7 @@ from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS
 from parlinalg.train.config import TensorConfig, load
 from parlinalg.train.mesh import resolve
+from parlinalg.units import parse_bytes
 from tests.launching import launch
 
 pytestmark = pytest.mark.serial
@@ -627,6 +628,21 @@ def test_beyond_reach_what_does_not_fit_names_the_least_memory(monkeypatch):
     monkeypatch.setattr(search, "MANY", 1)
     with pytest.raises(PlanError, match=r"64.00 KiB a rank: the .* needs? .*KiB|64.00 KiB a rank: the least .* is"):
         plan(2, memory=1 << 16, parallel={"sequence": 1, "pipeline": 1})
+
+
+@pytest.mark.parametrize("many", [1, search.MANY])
+def test_the_least_memory_that_is_named_does(many, monkeypatch):
+    """Also where estimates took less to be offloaded for enough, and as the message rounds it."""
+    monkeypatch.setattr(search, "MANY", many)
+    given = {"model": {"name": "mlp", "hidden": [512, 512, 256]}, "batch_size": 1024, "zero": 0, "dtype": "float32"}
+    form = {"parallel": {"sequence": 1, "pipeline": 1, "tensor": {"size": 4, "mode": "1d"}}}
+    with pytest.raises(PlanError) as caught:
+        pla.plan_training({**given, **form}, ranks=4, machine="a100", memory="1MiB")
+    named = re.search(r"(?:would do|they need) is ([\d.]+ MiB), by ", str(caught.value))
+    assert named
+    made = pla.plan_training({**given, **form}, ranks=4, machine="a100", memory=named[1])
+    assert made.best[0].bytes <= parse_bytes(named[1])
+    assert len({p.candidate for p in made.best}) == len(made.best)
 
 
 @pytest.mark.one_in(5)
