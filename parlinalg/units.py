@@ -15,7 +15,7 @@ ITEMSIZE = {
 _PYTHON_NAMES = {"float": "float64", "int": "int64", "complex": "complex128"}
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pb": 10**15, "pib": 2**50,
 }  # fmt: skip
 
 
@@ -50,9 +50,9 @@ def parse_bytes(amount: SupportsIndex | str) -> int:
     """
     right = 'memory is a number of bytes of at least 0, or text such as "4GiB", "512MiB" or "100 MB"'
     if isinstance(amount, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmgt]?i?b?)\s*", amount.lower())
+        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmgtp]?i?b?)\s*", amount.lower())
         unit = match[2] if match else None
-        if unit in ("k", "m", "g", "t", "ki", "mi", "gi", "ti"):
+        if unit in ("k", "m", "g", "t", "p", "ki", "mi", "gi", "ti", "pi"):
             unit += "b"
         if match is None or unit not in _UNITS:
             raise ValueError(f"{right}, not {amount!r}")
@@ -68,16 +68,51 @@ def parse_bytes(amount: SupportsIndex | str) -> int:
     return value
 
 
-def format_bytes(n: float) -> str:
-    """Return an amount of memory as text.
+def format_bytes(n: float, *, up: bool = False) -> str:
+    """Return an amount of memory as text, rounded to the nearest, or up: to no less memory than there is to be.
 
-    >>> format_bytes(1000), format_bytes(3 * 2**20)
-    ('1000 B', '3.00 MiB')
+    >>> format_bytes(1000), format_bytes(3 * 2**20), format_bytes(3 * 2**20 + 1, up=True)
+    ('1000 B', '3.00 MiB', '3.01 MiB')
     """
     if abs(n) < 2**10:
         return f"{n:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         n /= 2**10
-        if abs(n) < 2**10:
-            return f"{n:.2f} {unit}"
-    return f"{n / 2**10:.2f} TiB"
+        if abs(n) < 2**10 or unit == "PiB":
+            break
+    return f"{math.ceil(100 * n) / 100 if up else n:,.2f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time as text, with three digits below a thousand seconds.
+
+    >>> format_seconds(0.00123), format_seconds(12), format_seconds(4130), format_seconds(5e-7)
+    ('1.23 ms', '12.0 s', '4,130 s', '0.500 µs')
+    """
+    if round(seconds) >= 1000:
+        return f"{seconds:,.0f} s"
+    if not seconds:
+        return "0 s"
+    rounded = float(f"{seconds:.3g}")  # 999.9 µs are a ms
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3)) if rounded * s >= 1), ("µs", 1e6))
+    return f"{three_digits(seconds * scale)} {unit}"
+
+
+def format_flops(flops: float, unit: str = "FLOP/s") -> str:
+    """Return operations, by default of a second, as text.
+
+    >>> format_flops(5.312e14), format_flops(3.4e9), format_flops(2e6, "FLOP")
+    ('531 TFLOP/s', '3.40 GFLOP/s', '2.00 MFLOP')
+    """
+    rounded = float(f"{flops:.3g}")
+    name, size = next(((n, s) for n, s in (("P", 1e15), ("T", 1e12), ("G", 1e9)) if rounded >= s), ("M", 1e6))
+    return f"{three_digits(flops / size)} {name}{unit}"
+
+
+def three_digits(x: float) -> str:
+    """Return a number with three significant digits, and as many as it has before the point.
+
+    >>> three_digits(5.3), three_digits(0.0123), three_digits(897.3), three_digits(18220)
+    ('5.30', '0.0123', '897', '18,220')
+    """
+    return f"{x:,.0f}" if abs(x) >= 999.5 else f"{x:#.3g}".rstrip(".")

@@ -215,14 +215,14 @@ class ElementwisePlan:
         """Return the layout, the words, and the layouts that lost, one a line with the reason."""
         every = [self.words(at) for at in coordinates(tuple(self.sizes), self.sizes)]
         moved = [sum(each) for each in zip(*every, strict=True)]
-        parts = "".join(f", operand {i + 1} {n:,}" for i, n in enumerate(moved) if n)
+        parts = ", ".join(f"operand {i + 1}: {n:,}" for i, n in enumerate(moved) if n)
         operands = [f"{shape} in {layout!r}" for shape, layout in zip(self.shapes, self.layouts, strict=True)]
         most = max(map(sum, every))
         rows = [
             *((f"operand {i + 1}", text) for i, text in enumerate(operands)),
             ("grid", f"{self.sizes}, {len(every)} rank{'s' * (len(every) > 1)}"),
             ("result", f"{self.shape} in {self.layout!r}"),
-            ("words", f"{sum(moved):,} received by all ranks, {most:,} by one at the most{parts}"),
+            ("words", f"{sum(moved):,} received by all ranks, at most {most:,} by one{f' ({parts})' * bool(parts)}"),
         ]
         lines = [f"{name:<11}{text}" for name, text in rows]
         best = min(self.candidates, key=lambda candidate: candidate.cost)
@@ -260,7 +260,7 @@ def plan_elementwise(
     Raises
     ------
     LayoutError
-        If a layout does not fit its shape or the grid.
+        If a layout does not fit its shape or the grid, or the shapes do not broadcast together.
 
     Examples
     --------
@@ -271,7 +271,7 @@ def plan_elementwise(
     operand 2  (6, 4) in Layout(None, 'r')
     grid       {'r': 2}, 2 ranks
     result     (6, 4) in Layout('r', None)
-    words      12 received by all ranks, 6 by one at the most, operand 2 12
+    words      12 received by all ranks, at most 6 by one (operand 2: 12)
     candidates
       operand 1: Layout('r', None) moves 12 words: chosen
       operand 2: Layout(None, 'r') moves 12 words, as few: a tie, broken towards the first operand
@@ -284,7 +284,7 @@ def plan_elementwise(
     for shape, layout in given:
         layout.check(shape, sizes)
     shapes, layouts = (tuple(each) for each in zip(*given, strict=True))
-    full, items = broadcast_shape(shapes, "plan_elementwise"), tuple(sizes.items())
+    full, items = broadcast_shape(shapes, "plan_elementwise", LayoutError), tuple(sizes.items())
     into = chosen(shapes, layouts, full, items)
     if not layouts[0].partial and all(each == given[0] for each in given):
         into = layouts[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parlinalg.cli.parser import Commands, speaks
 from parlinalg.comm.streams import tell
-from parlinalg.errors import ConfigError
+from parlinalg.errors import ConfigError, counted
 from parlinalg.layout import Layout
 from parlinalg.linalg.blocks import FEW
 
@@ -21,33 +21,45 @@ ROUTINES = {
 def add(commands: Commands) -> None:
     """Add the command to the parser."""
     plan = commands.add_parser(
-        "plan", help="explain the plan of a distributed product, factorization or elementwise operation"
-    )
+        "plan", help="plan a training, a product, a factorization or an elementwise operation, and say why so",
+        description="Choose the grid of a product or a factorization, the layout of an elementwise operation, or the "
+        "parallel form of a training, and print what it costs and why it was chosen. No MPI is needed, and nothing is "
+        "run, except by --measure.",
+    )  # fmt: skip
     what = plan.add_subparsers(metavar="WHAT", required=True)
-    matmul = what.add_parser("matmul", help="the grid and kernel for C[M, N] = A[M, K] B[K, N]")
-    for name in ("M", "N", "K"):
-        matmul.add_argument(name, type=int)
+    matmul = what.add_parser(
+        "matmul", help="the grid and kernel for C[M, N] = A[M, K] B[K, N]",
+        description="Print the grid that moves the fewest words for C[M, N] = A[M, K] B[K, N], these words and their "
+        "lower bound, the memory of a rank, and the grids that lost.",
+    )  # fmt: skip
+    for name, of in (("M", "rows of A and C"), ("N", "columns of B and C"), ("K", "columns of A, rows of B")):
+        matmul.add_argument(name, type=int, help=of)
     matmul.add_argument("--ranks", "-p", type=int, required=True, metavar="P", help="the ranks there are")
     matmul.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
     matmul.add_argument("--dtype", default="float64", help="of A, B and C (default: %(default)s)")
     matmul.set_defaults(run=run)
     matmul.add_argument(
-        "--machine", metavar="NAME|FILE", help="show times too, on this machine (a shipped one, or a .toml file)"
+        "--machine", metavar="NAME|FILE",
+        help="also predict times on a machine: a shipped one, such as a100, or a .toml file",
     )  # fmt: skip
     _add_train(what)
     for name, matrix in ROUTINES.items():
         routine = what.add_parser(
             name, help=f"the grid and the tiles for {matrix}",
-            description=f"Print the grid, the tiles, the words, calls and memory of a rank, and the time of {matrix} "
-            "in a model, whose constants are those of parlinalg.tunables or measured here.",
+            description=f"Print the grid and the tiles for {matrix}, the words, calls and memory of a rank, and the "
+            "time by a model with the constants of parlinalg.tunables, or with measured ones (--measure).",
         )  # fmt: skip
-        routine.add_argument("size", metavar="N", type=int, nargs="+", help="rows and columns; of a rectangle both")
+        routine.add_argument(
+            "size", metavar="N", type=int, nargs="+", help="rows and columns: one number of a square matrix, else two"
+        )
         ranks = routine.add_mutually_exclusive_group(required=True)
         ranks.add_argument("--ranks", "-p", type=int, metavar="P", help="the ranks there are")
-        ranks.add_argument("--grid", metavar="r=2,c=2", help="the grid's axes and their sizes, to take these")
+        ranks.add_argument("--grid", metavar="r=2,c=2", help="the axes of a grid and their sizes: plan for this one")
         if name in ("solve", "lstsq"):
             routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
-        routine.add_argument("--block", type=int, metavar="B", help="rows and columns of a tile, to take these")
+        routine.add_argument(
+            "--block", type=int, metavar="B", help="rows and columns of a tile (default: the least time)"
+        )
         if name == "qr":
             routine.add_argument(
                 "--pivoting", action="store_true", help="with column pivoting, A[:, p] = Q R, which takes no --block"
@@ -93,7 +105,8 @@ def _add_train(what: Commands) -> None:
     )  # fmt: skip
     train.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 80GiB (default: the machine's)")
     train.add_argument(
-        "--global-batch", type=int, metavar="N", help="samples of a step (default: the configuration's batch_size)"
+        "--global-batch", type=int, metavar="N",
+        help="samples of a step (default: the configuration's batch_size); all that there are where these are fewer",
     )  # fmt: skip
     fused = train.add_mutually_exclusive_group()
     fused.add_argument(
@@ -102,7 +115,7 @@ def _add_train(what: Commands) -> None:
     )  # fmt: skip
     fused.add_argument(
         "--library-attention", action="store_const", const="library", dest="fused_attention",
-        help="count so the attention that this library computes by cuDNN, and the other as it computes that",
+        help="count only that attention as such a kernel which this library gives to cuDNN",
     )  # fmt: skip
     train.add_argument("--best", type=int, default=10, metavar="N", help="how many to show (default: %(default)s)")
     train.add_argument("--out", metavar="FILE", help="write the configuration of the best, for parlinalg train")
@@ -168,7 +181,7 @@ def run_elementwise(args: argparse.Namespace) -> int:
     from parlinalg.array.align import plan_elementwise
 
     if len(args.operands) % 2:
-        raise ConfigError(f"each operand is a shape and a layout; {len(args.operands)} arguments are given")
+        raise ConfigError(f"each operand is a shape and a layout; {counted(len(args.operands), 'argument')} given")
     pairs = zip(args.operands[::2], args.operands[1::2], strict=True)
     operands = [(_shape(shape), _layout(layout)) for shape, layout in pairs]
     plan = plan_elementwise(*operands, grid=_grid(args.grid))

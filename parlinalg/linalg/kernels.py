@@ -94,9 +94,11 @@ PANEL = 64
 WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
 LARGE, COPYING = 4 << 20, 4
-"""Bytes of a matrix from which on several threads copy it, and how many at the most."""
-SQUARE = 8
-"""Rows and columns that a loop copies at once: of float64 a line of the cache each."""
+"""Bytes of a matrix from which on several threads work on it, and how many copy it at the most."""
+STRIP = 256
+"""Rows that a loop copies before the next ones."""
+TALL, SLICE = 8, 48
+"""Rows of a large matrix, by its columns, from which on it is factored in panels, and columns of a panel."""
 NARROW, PIECE = 32, 512
 """Right-hand sides up to which a triangle is solved in pieces, and rows of a piece.  OpenBLAS solves with few columns
 on one thread; products it shares out."""
@@ -322,16 +324,36 @@ def lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarray]:
         return a.copy(), np.arange(m)
     given, found = (a, in_columns(a)) if given is None or not a.flags.f_contiguous else (given, a)
     pivots = np.empty(min(m, n), np.int64)
-    if blas.lapack("getrf", a.dtype, m, n, found, m, pivots) is None:
+    if not _factored(found, pivots):
         found, pivots, _ = lapack("getrf", a.dtype)(a)
-    else:
-        pivots -= 1
     diagonal = found.diagonal()
     sizes, parts = abs(diagonal.real) + abs(diagonal.imag), 2 if a.dtype.kind == "c" else 1
     small = np.flatnonzero(sizes < parts * np.finfo(a.dtype).tiny)  # the largest of its column, or what took its place
     if any(found[j:, j].any() for j in small[small < m - 1]):
         return _lu_by_quotients(given)
     return found, _order(pivots, m)
+
+
+def _factored(a: np.ndarray, pivots: np.ndarray) -> bool:
+    """Replace a matrix in Fortran's order by L and U, and fill in the pivots, counted from 0; False without `getrf`.
+
+    OpenBLAS factors tall matrices on one thread; of panels of them all threads multiply.
+    """
+    m, n = a.shape
+    tall = a.nbytes >= LARGE and m >= TALL * n and (blas.blas_threads() or 1) > 1
+    width = SLICE if tall and n >= 2 * SLICE else n
+    for k in range(0, n, width):
+        end = min(k + width, n)
+        own, head, panel, right = pivots[k:end], a[k:end, k:end], a[k:, k:end], a[k:, end:]
+        if blas.lapack("getrf", a.dtype, m - k, end - k, panel, m, own) is None:
+            return False
+        for other in (a[k:, :k], right):
+            if other.size:
+                blas.lapack("laswp", a.dtype, other.shape[1], other, m, 1, end - k, own, 1)
+        substitute(head.T, right[: end - k].T, right=True, unit=True)  # in rows they are transposes
+        subtract(right[end - k :].T, right[: end - k].T, panel[end - k :].T)
+        own += k - 1
+    return True
 
 
 def _lu_by_quotients(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -418,6 +440,8 @@ def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
     It is made some rows at a time: whole lines of the cache are read and written, by a compiled loop where there is
     one.  Of a large matrix each thread that BLAS may start copies a part.
     """
+    if a.dtype == np.complex64:  # loops know two dtypes
+        return in_columns(a.view(np.float64), extra).view(a.dtype)
     m, n = a.shape
     out = np.empty((m, n + extra), a.dtype, order="F")
     fast = compiled.ready(a)
@@ -444,19 +468,36 @@ def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
 
 @compiled.loop()
 def _copy_turned(a: Any, out: Any, first: int, last: int) -> None:
-    """Copy the rows of a from `first` up to `last` to columns of `out`, in squares."""
+    """Copy the rows of a from `first` up to `last` to columns of `out`.
+
+    Squares of 4 x 4 go through registers.  Of STRIP rows a few columns are copied before the next ones, so that what is
+    written lies one behind the other.
+    """
     n = a.shape[1]
-    for i in range(first, last, SQUARE):
-        for j in range(0, n, SQUARE):
-            if i + SQUARE <= last and j + SQUARE <= n:
-                for column in range(SQUARE):
-                    to = out[j + column]
-                    for row in range(SQUARE):
-                        to[i + row] = a[i + row, j + column]
-            else:
-                for column in range(j, min(j + SQUARE, n)):
-                    for row in range(i, min(i + SQUARE, last)):
-                        out[column, row] = a[row, column]
+    squares = n // 4 * 4
+    for start in range(first, last, STRIP):
+        end = min(start + STRIP, last)
+        even = start + (end - start) // 4 * 4
+        for beside in range(0, squares, 8):
+            for column in range(beside, min(beside + 8, squares), 4):
+                for row in range(start, even, 4):
+                    i, j = np.uint64(row), np.uint64(column)  # not counted from the end
+                    i1, i2, i3 = i + np.uint64(1), i + np.uint64(2), i + np.uint64(3)
+                    j1, j2, j3 = j + np.uint64(1), j + np.uint64(2), j + np.uint64(3)
+                    w0, w1, w2, w3 = a[i, j], a[i, j1], a[i, j2], a[i, j3]
+                    x0, x1, x2, x3 = a[i1, j], a[i1, j1], a[i1, j2], a[i1, j3]
+                    y0, y1, y2, y3 = a[i2, j], a[i2, j1], a[i2, j2], a[i2, j3]
+                    z0, z1, z2, z3 = a[i3, j], a[i3, j1], a[i3, j2], a[i3, j3]
+                    out[j, i], out[j, i1], out[j, i2], out[j, i3] = w0, x0, y0, z0
+                    out[j1, i], out[j1, i1], out[j1, i2], out[j1, i3] = w1, x1, y1, z1
+                    out[j2, i], out[j2, i1], out[j2, i2], out[j2, i3] = w2, x2, y2, z2
+                    out[j3, i], out[j3, i1], out[j3, i2], out[j3, i3] = w3, x3, y3, z3
+        for row in range(even, end):
+            for column in range(squares):
+                out[column, row] = a[row, column]
+        for column in range(squares, n):
+            for row in range(start, end):
+                out[column, row] = a[row, column]
 
 
 def reflections(a: Block) -> tuple[Block, Block, Block] | None:

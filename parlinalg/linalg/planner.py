@@ -20,13 +20,15 @@ from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
-from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
+from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, format_flops, format_seconds, parse_bytes
 
 ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd")
 SQUARE = ("cholesky", "solve", "eigh")
 SOLUTIONS = ("solve", "lstsq")
 """Routines with right-hand sides."""
 DTYPES = ("float32", "float64", "complex64", "complex128")
+LONGER, SHORTER = 1 << 27, 1 << 23
+"""Rows or columns of the largest matrix that is planned, on its longer and its shorter side: each is counted."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +303,11 @@ def plan_linalg(
     n = m if n is None else whole_number("n", n, 0)
     if routine in SQUARE and m != n:
         raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
+    if max(m, n) > LONGER or min(m, n) > SHORTER:
+        raise PlanError(
+            f"a plan counts what every row and column moves, of matrices up to {LONGER:,}×{SHORTER:,} or its "
+            f"transpose, not [{m}, {n}]: give a smaller one"
+        )
     try:
         name, limit = dtype_name(dtype), None if memory is None else parse_bytes(memory)
     except ValueError as error:
@@ -347,8 +354,8 @@ def plan_linalg(
     need = sum(plan.memory.values())
     if limit is not None and need > limit:
         raise PlanError(
-            f"{routine} of {m}×{n} in {name} over {count} ranks needs about {format_bytes(need)} a rank, more than "
-            f"{format_bytes(limit)}; give that or more ranks"
+            f"{routine} of {m}×{n} in {name} over {_count(count, 'rank')} needs about {format_bytes(need, up=True)} a "
+            f"rank, more than {format_bytes(limit)}; give that or more ranks"
         )
     return plan
 
@@ -423,6 +430,10 @@ def _grid(plan: LinalgPlan) -> str:
         "strips": "rows alone are dealt, one piece a rank as at rest, since the matrix is tall",
         "wide": "columns alone are dealt, since few ranks share memory and pass panels on at no cost",
     }[deal.shape if plan.ranks > 1 else "square"]
+    if plan.m < plan.n and deal.shape == "tall" and plan.routine in ("lstsq", "svd"):
+        why = "columns of A, which are the rows of Aᴴ, alone are dealt, since the matrix is wide"
+    if not min(plan.m, plan.n):
+        why = "the matrix is empty"
     if plan.pivoting:
         why = "whole columns are dealt, from which ranks choose without sums"
     made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
@@ -437,7 +448,7 @@ def _tiles(plan: LinalgPlan) -> str:
             by = "its Gram matrix" if plan.gram else f"a QR factorization on tiles of {first.size} rows and columns"
             text += f", of R[{plan.n}, {plan.n}], which {by} gives"
         return text
-    text = f"{plan.block} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
+    text = f"{plan.block:,} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
     own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near, plan.depth).size
     text += "" if own == plan.block else f"; the model would choose {own}"
     if plan.gram:
@@ -469,9 +480,11 @@ def _parts(plan: LinalgPlan) -> list[tuple[str, str]]:
         sums = found.setdefault(part.name, [0, 0])
         sums[0] += int(part.words[plan.busiest])
         sums[1] += int(part.calls[plan.busiest])
+    wide = max(42, *(len(name) for name in found), 0)
     return [
-        ("", f"{name:<42}{words:>14,} in {_count(calls, 'call')}") for name, (words, calls) in found.items() if calls
-    ]
+        ("", f"{name:<{wide}}{words:>14,} in {_count(calls, 'call')}")
+        for name, (words, calls) in found.items() if calls
+    ]  # fmt: skip
 
 
 def _memory(plan: LinalgPlan) -> str:
@@ -480,12 +493,15 @@ def _memory(plan: LinalgPlan) -> str:
 
 
 def _time(plan: LinalgPlan) -> str:
-    total = plan.time.total or 1
+    total = plan.time.total
+    if not total:
+        return "none: there is nothing to compute"
     parts = zip(Time._fields, plan.time, strict=True)
     shares = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts)
-    measure = f"{total:.2e} operations of a product" if plan.rate is None else f"{total / plan.rate:.2e} s"
-    at = "" if plan.rate is None else f" at {plan.rate / 1e9:.1f} GFLOP/s"
-    return f"{measure}{at} but for the trips{' if by tiles' * plan.gram}: {shares}"
+    text = f"that of {format_flops(total, 'FLOP')} in fast products"
+    if plan.rate is not None:
+        text = f"{format_seconds(total / plan.rate)} at {format_flops(plan.rate)}"
+    return f"{text}, without the trips{' and if by tiles' * plan.gram}: {shares}"
 
 
 def _others(plan: LinalgPlan) -> list[str]:
@@ -510,7 +526,11 @@ def _others(plan: LinalgPlan) -> list[str]:
     grids = {(d.R, d.C): time(d.R, d.C, d.size) for d in deals if (d.R, d.C) != (deal.R, deal.C)}
     best_grids = sorted(grids.items(), key=lambda item: item[1])[:RUNNERS_UP]
     found += [(f"{R}×{C}", more) for (R, C), more in best_grids]
-    return [f"{name}: {abs(more):.0f}% {'more' if more >= 0 else 'less'} time" for name, more in found]
+    return [f"{name}: {_more(more)}" for name, more in found]
+
+
+def _more(percent: float) -> str:
+    return f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} time" if abs(percent) >= 0.5 else "as fast"
 
 
 def _replicated(plan: LinalgPlan) -> str:
@@ -534,7 +554,7 @@ def _replicated(plan: LinalgPlan) -> str:
     else:  # they were asked for, or save time
         compared = f"{100 * (least / max(flat, 1) - 1):.0f}% more than the {flat:,.0f} of one layer"
     first = "one layer; " if plan.depth == 1 else ""
-    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {compared}"
+    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {compared}, in the leading terms"
 
 
 def _count(n: int, noun: str) -> str:

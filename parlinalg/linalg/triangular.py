@@ -33,7 +33,7 @@ def substitute(
     tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, sides: Sequence[Numbers], *, lower: bool,
     adjoint: bool = False, unit: bool = False,
 ) -> None:  # fmt: skip
-    """Replace b by the solution x of `op(T) x = b`.  Collective over the grid.
+    """Replace b by the solution x of `op(T) x = b`, without a word about overflow, as BLAS.  Collective over the grid.
 
     Parameters
     ----------
@@ -50,12 +50,13 @@ def substitute(
     """
     if not tiles.grid.inside:
         return
-    if tiles.grid.size == 1:
-        kernels.substitute(t[:, :n], b, lower=lower, adjoint=adjoint, unit=unit)
-    elif sum(map(len, sides)) <= FEW:
-        _few(tiles, t, rows, b, n, sides, lower=lower, adjoint=adjoint, unit=unit)
-    else:
-        _many(tiles, t, rows, b, n, lower=lower, adjoint=adjoint, unit=unit)
+    with np.errstate(all="ignore"):
+        if tiles.grid.size == 1:
+            kernels.substitute(t[:, :n], b, lower=lower, adjoint=adjoint, unit=unit)
+        elif sum(map(len, sides)) <= FEW:
+            _few(tiles, t, rows, b, n, sides, lower=lower, adjoint=adjoint, unit=unit)
+        else:
+            _many(tiles, t, rows, b, n, lower=lower, adjoint=adjoint, unit=unit)
 
 
 def _many(
@@ -169,7 +170,8 @@ def _solved(
 ) -> Any:  # fmt: skip
     (rows, columns), i, j, xp = numbers, below.comm.rank, beside.comm.rank, namespace(b)
     later = len(rows) > len(columns)  # what a piece adds to later rows is taken at once, else when they are needed
-    x, left = xp.empty((len(columns[j]), b.shape[1]), b.dtype), b.copy() if j == 0 else xp.zeros_like(b)
+    x = xp.empty((len(columns[j]), b.shape[1]), b.dtype)
+    left = b.copy() if j == 0 else xp.zeros(b.shape, b.dtype)  # in rows, which BLAS adds to in place
     due = slice(0, 0)  # those of this rank's columns that later rows still need
     for k, end in pieces:
         cuts, sides = ([np.searchsorted(each, [k, end]).tolist() for each in some] for some in numbers)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from fractions import Fraction
 
 from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, Seconds, least_words, messages
-from parlinalg.units import format_bytes
+from parlinalg.units import format_bytes, format_seconds, three_digits
 
 RUNNERS_UP = 3
 FASTER = 0.95  # a grid that takes less than this share of the chosen one's time is named
@@ -26,33 +27,28 @@ def explain(plan: MatmulPlan, seconds: Seconds | None = None) -> str:
         ("block", _block(problem, plan.factors, least)),
         ("words", _words(plan)),
         ("bound", _bound(plan)),
-        ("messages", f"{plan.messages} blocks received a rank"),
+        ("messages", f"{_count(plan.messages, 'block')} received a rank"),
         ("memory", _memory(plan, problem)),
         ("kernel", _kernel(plan)),
     ]
     if seconds is not None:
         product, moves = seconds(plan.factors)
-        text = f"{_time(product + moves)}: products {_time(product)}, communication {_time(moves)}"
-        rows.append(("time", text))
+        parts = f"products {format_seconds(product)}, communication {format_seconds(moves)}"
+        rows.append(("time", f"{format_seconds(product + moves)}: {parts}"))
     lines = [f"{name:<10}{text}" for name, text in rows]
     others = _others(problem, least, plan.factors)
     lines.append("runners-up" if others else "runners-up: none, no other grid can be formed")
     times = {} if seconds is None else {f: sum(seconds(f)) for f in (plan.factors, *others)}
     for f in others:
-        time = f"{_time(times[f]):>9} " if times else ""
+        time = f"{format_seconds(times[f]):>9} " if times else ""
         lines.append(f"  {_shape(f):<14} {time}{_lost(problem, least, f, plan.factors)}")
     quickest = min(times, key=times.__getitem__, default=plan.factors)
     if times and times[quickest] < FASTER * times[plan.factors]:
         lines.append(
-            f"faster    {_shape(quickest)} takes the least time of these here, {_time(times[quickest])} instead of "
-            f"{_time(times[plan.factors])}; the grid is chosen by words, on any machine the same"
+            f"faster    {_shape(quickest)} takes the least time of these here, {format_seconds(times[quickest])} "
+            f"instead of {format_seconds(times[plan.factors])}; the grid is chosen by words, on any machine the same"
         )
     return "\n".join(lines)
-
-
-def _time(seconds: float) -> str:
-    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3)) if seconds * s >= 1), ("µs", 1e6))
-    return f"{seconds * scale:.3g} {unit}"
 
 
 def _others(problem: Problem, least: int, chosen: Factors) -> list[Factors]:
@@ -76,18 +72,20 @@ def _others(problem: Problem, least: int, chosen: Factors) -> list[Factors]:
 def _lost(problem: Problem, least: int, factors: Factors, chosen: Factors) -> str:
     """Return why `factors` lost against `chosen`: the first of the rule's criteria in which it is worse."""
     words, won = problem.words(factors), problem.words(chosen)
-    moved = f"moves {float(words):,.0f} words"
+    moved = f"moves {_words_of(words)} word{'s' * (words != 1)}"
     block = problem.block(factors)
     need = least_words(problem.needs(factors))
     if block > MARGIN * least:
-        more = f"{block / least:.1f} times" if block >= 2 * least else f"{100 * (block / least - 1):.0f}% above"
+        more = (
+            f"{three_digits(block / least)} times" if block >= 2 * least else f"{100 * (block / least - 1):.0f}% above"
+        )
         return f"{moved}, but its largest block product is {more} the least possible, more than 10%"
     if problem.limit is not None and need > problem.limit:
         return f"{moved}, but needs at least {format_bytes(need * problem.itemsize)} a rank"
     if words != won:
-        return f"{moved}, {100 * float(words / won - 1):.1f}% more" if won else f"{moved}, where none need move"
+        return f"{moved}, {100 * float(words / won - 1):,.1f}% more" if won else f"{moved}, where none need move"
     if messages(factors) != messages(chosen):
-        return f"{moved}, as few, but in {messages(factors)} messages instead of {messages(chosen)}"
+        return f"{moved}, as few, but in {_count(messages(factors), 'message')} instead of {messages(chosen)}"
     if block != problem.block(chosen):
         return f"{moved}, as few, but its largest block product is larger"
     return f"{moved}, as few: a tie, broken towards fewer ranks along k, then n, then m"
@@ -106,15 +104,17 @@ def _idle(plan: MatmulPlan) -> str:
     busy = 1
     for p, extent in parts:
         busy *= min(p, extent)
-    return text + (f"; {working - busy} of the grid have empty blocks" if busy < working else "")
+    return text + (
+        f"; {_count(working - busy, 'rank')} of the grid {_have(working - busy)} empty blocks" if busy < working else ""
+    )
 
 
 def _block(problem: Problem, factors: Factors, least: int) -> str:
     sizes = zip((problem.m, problem.n, problem.k), factors, strict=True)
-    shape = " × ".join(str(-(-extent // p)) for extent, p in sizes)
+    shape = " × ".join(f"{-(-extent // p):,}" for extent, p in sizes)
     block = problem.block(factors)
     over = "the least possible" if block == least else f"{100 * (block / least - 1):.1f}% above the least possible"
-    return f"{shape}, the busiest rank's {block:,} multiplications: {over}"
+    return f"{shape}, the busiest rank's {_count(block, 'multiplication')}: {over}"
 
 
 def _words(plan: MatmulPlan) -> str:
@@ -122,14 +122,15 @@ def _words(plan: MatmulPlan) -> str:
     m, n, k = plan.m, plan.n, plan.k
     p = pm * pn * pk
     parts = (("A", m * k * (pn - 1)), ("B", k * n * (pm - 1)), ("C", m * n * (pk - 1)))
-    moved = ", ".join(f"{name} {total / p:,.1f}" for name, total in parts if total)
-    return f"{plan.words:,.1f} received a rank" + (f" ({moved})" if moved else "")
+    moved = ", ".join(f"{name} {_words_of(Fraction(total, p))}" for name, total in parts if total)
+    words = sum((Fraction(total, p) for _, total in parts), Fraction(0))
+    return f"{_words_of(words)} received a rank" + (f" ({moved})" if moved else "")
 
 
 def _bound(plan: MatmulPlan) -> str:
-    text = f"{plan.bound:,.1f} (whatever the memory), ratio {_ratio(plan.words, plan.bound)}"
+    text = f"{_words_of(plan.bound)} (whatever the memory), ratio {_ratio(plan.words, plan.bound)}"
     if plan.limited_bound is not None:
-        text += f"; {plan.limited_bound:,.1f} within this memory, ratio {_ratio(plan.words, plan.limited_bound)}"
+        text += f"; {_words_of(plan.limited_bound)} within this memory, ratio {_ratio(plan.words, plan.limited_bound)}"
     return text
 
 
@@ -155,5 +156,14 @@ def _shape(factors: Factors) -> str:
     return "×".join(map(str, factors))
 
 
+def _words_of(words: Fraction | float) -> str:
+    """Return a mean of words over ranks as text: few with a digit behind the point, unless they are whole."""
+    return f"{float(words):,.1f}" if words < 1000 and words != int(words) else f"{round(words):,}"
+
+
+def _have(n: int) -> str:
+    return "has" if n == 1 else "have"
+
+
 def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    return f"{n:,} {noun}{'s' * (n != 1)}"

@@ -347,9 +347,10 @@ def _too_little(problem: Problem, least: int) -> str:
     words, factors = min((least_words(problem.needs(f)), f) for f in grids)
     need = words * problem.itemsize
     m, n, k, ranks, dtype, memory = problem
+    enough = f"{need} bytes ({format_bytes(need, up=True)}), for a {'×'.join(map(str, factors))} grid"
     return (
-        f"{m}×{n}×{k} in {dtype} over {ranks} ranks does not fit {memory} bytes a rank: the least that would do is "
-        f"{need} bytes ({format_bytes(need)}), for a {'×'.join(map(str, factors))} grid; give that or more ranks"
+        f"{m}×{n}×{k} in {dtype} over {ranks} ranks does not fit {format_bytes(memory or 0)} a rank: the least that "
+        f"would do is {enough}; give that or more ranks"
     )
 
 

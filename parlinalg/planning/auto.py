@@ -25,11 +25,11 @@ from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.machine import MOST_FILE, Machine, load_machine, machine_text, parse_machine
 from parlinalg.planning.measure import measure_machine
 from parlinalg.planning.search import plan_training
-from parlinalg.planning.training_plan import TrainingPlan, shown_time
+from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.train.checkpoint_files import complete, read_index
 from parlinalg.train.checkpoint_index import name_of
 from parlinalg.train.config import TrainingConfig, override, parse, read
-from parlinalg.units import format_bytes
+from parlinalg.units import format_bytes, format_seconds
 
 __all__ = ["Choice", "cache_folder", "choose", "measured_machine"]
 
@@ -158,7 +158,7 @@ def said(plan: TrainingPlan) -> dict[str, str]:
     """Return the choice of a plan and its reason, in two lines, each with its head."""
     first = plan.best[0]
     return {
-        "parallel": f"{first.candidate}: {shown_time(first.seconds)} a step on {plan.machine.name}, "
+        "parallel": f"{first.candidate}: {format_seconds(first.seconds)} a step on {plan.machine.name}, "
         f"{format_bytes(first.bytes)} a rank; the fastest of {plan.candidates} forms, found in {plan.seconds:.1f} s",
         "because": plan.why(),
     }

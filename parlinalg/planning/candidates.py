@@ -288,12 +288,14 @@ class Space:
 
     def __init__(
         self, config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int, depth: int,
-        dtypes: Sequence[str],
+        dtypes: Sequence[str], uneven: bool = False,
     ) -> None:  # fmt: skip
         parallel = given.get("parallel") or {}
         self.parallel = dict(parallel) if isinstance(parallel, Mapping) else {}
         self.config, self.given, self.ranks, self.batch, self.depth = config, given, ranks, batch, depth
         self.dtypes = dtypes
+        self.uneven = uneven
+        """True if the batch need not split evenly, as where it is all samples that there are."""
         self._numbers: dict[tuple[int, int], int] = {}
         schedule = given.get("schedule")  # a configuration without a pipeline has none
         self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
@@ -317,7 +319,7 @@ class Space:
             for sequence, ulysses in self._sequences(ranks // pipeline):
                 left = ranks // pipeline // sequence
                 for data, tensor in self._data_and_tensor(left):
-                    if self.batch % data == 0:
+                    if self.uneven or self.batch % data == 0:
                         yield Frame(data, pipeline, sequence, ulysses, tensor)
 
     def _sequences(self, ranks: int) -> Iterator[tuple[int, int]]:
@@ -372,12 +374,26 @@ class Space:
         return self._numbers[key] * len(self._experts(frame)) * len(self._orders(frame))
 
     def counts(self, frame: Frame) -> list[int]:
-        """Return the numbers of microbatches that split the batch evenly."""
+        """Return the numbers of microbatches that split the batch evenly, or nearly so where it is `uneven`."""
         each, pipeline = self.batch // frame.data, frame.pipeline
+        if self.uneven:
+            return self._uneven_counts(each, pipeline)
         if "schedule" in self.given or "gradient_accumulation" in self.given:
             count = self.config.microbatches(pipeline)
             return [count] if each % count == 0 else []
         return [n for n in divisors(each) if n >= pipeline or pipeline == 1]
+
+    def _uneven_counts(self, each: int, pipeline: int) -> list[int]:
+        """Return the numbers of microbatches of a batch that need not split evenly, of so many samples a data rank.
+
+        Microbatches differ by a sample.  Those of powers of two are looked at beside those that divide: the number of
+        all samples may be a prime.
+        """
+        least = min(self.config.microbatches(pipeline), self.batch)  # training makes no microbatch without a sample
+        if "schedule" in self.given or "gradient_accumulation" in self.given:
+            return [least]
+        powers = (1 << k for k in range(each.bit_length()))
+        return sorted({least, *(n for n in (*divisors(self.batch), *powers) if least < n <= each)})
 
     def stages(self, data: int) -> list[int]:
         """Return the stages of ZeRO."""

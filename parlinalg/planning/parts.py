@@ -66,11 +66,28 @@ ASSUMED = WhatIf(finite=True, norm=1.0)
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a model: the vocabulary and the tokens of a sequence, or the features and classes of samples."""
+    """The inputs of a model.
+
+    Attributes
+    ----------
+    language : bool
+        True if they are sequences of tokens; False if they are samples in classes.
+    kinds : int
+        The size of the vocabulary, or the number of classes.
+    length : int
+        Tokens of a sequence, or features of a sample.
+    samples : int or None
+        How many there are to train on; None of a text, of which there are always more windows.
+    """
 
     language: bool
     kinds: int
     length: int
+    samples: int | None = None
+
+    def rows(self, batch_size: int) -> int:
+        """Return the rows of a step: `batch_size`, or all samples where there are fewer, as training takes them."""
+        return batch_size if self.samples is None else min(batch_size, self.samples)
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Inputs:
@@ -89,7 +106,7 @@ class Inputs:
                 require_vocabulary(known, tokens)
             return cls(True, int(known), length_of_sequences(config))
         data: Any = dataset(config)
-        return cls(False, int(data.classes), int(data.features))
+        return cls(False, int(data.classes), int(data.features), len(data.x))
 
     def declare(self, config: TrainingConfig, mesh: Mesh) -> Any:
         """Return the declared model on a mesh."""

@@ -36,7 +36,7 @@ from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.predictor import Held, Planned, Predictor
 from parlinalg.planning.traced_model import TracedModel, most_events
-from parlinalg.planning.training_plan import AS_FAST, TrainingPlan, why_slower
+from parlinalg.planning.training_plan import AS_FAST, TrainingPlan, shown_ratio, why_slower
 from parlinalg.train.config import TrainingConfig, override, parse, read
 from parlinalg.units import format_bytes, parse_bytes
 
@@ -80,7 +80,9 @@ def plan_training(
     memory : int or str, optional
         Bytes that a rank may use, such as "80GiB"; by default the machine's.
     global_batch : int, optional
-        Samples of a step, by default the configuration's `batch_size`.
+        Samples of a step, by default the configuration's `batch_size`.  Where there are fewer samples to train on, a
+        step takes all of them, as in training, and its data parallel ranks and microbatches may differ by a sample: a
+        plan then counts the largest.
     best : int
         How many to return.
     settings : sequence of str
@@ -116,14 +118,16 @@ def plan_training(
             "all: give it as parallel.tensor, or leave it out; parlinalg train takes it as it is"
         )
     model = TracedModel(checked, ranks, found, batch)
-    space = Space(checked, given, ranks, batch, model.depth, _dtypes(checked, given, found))
+    space = Space(
+        checked, given, ranks, model.batch, model.depth, _dtypes(checked, given, found), uneven=model.all_samples
+    )
     search = _Search(model, space, limit, best, exhaustive)
     if not search.candidates:
         raise PlanError(_no_split(checked, given, ranks, batch, model.depth))
     planned = search.run()
     model.warn(planned[0].candidate)
     return TrainingPlan(
-        found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
+        found, ranks, limit, model.batch, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
         search.traced, search.proven, perf_counter() - began, given, model.inputs.language,
     )  # fmt: skip
 
@@ -267,8 +271,8 @@ class _Search:
                     self._full(c)
             else:
                 self._prove(fitting)
-        if not self.done:
-            raise PlanError(self._nothing_fits())
+        if not self.done and (why := self._nothing_fits()):
+            raise PlanError(why)
         self.proven = self.proven and not self.unknown
         return sorted(self.done, key=_order)[: self.best]
 
@@ -557,24 +561,30 @@ class _Search:
         found = None
         if self._fits(held):
             found = self._asked(c, predict)
-        elif not c.offload:
+        elif c.offload == self.space.offload:
             found = self._offloaded(c, hold, predict)
+        else:  # by its estimate it fitted: it may have to offload more
+            self._full(replace(c, offload=self.space.offload))
         if found is not None:
-            self.done.append(found)
+            if all(found.candidate != p.candidate for p in self.done):
+                self.done.append(found)
         elif not self._fits(held):
             self.too_full.append((held.bytes, c, held.stage))
 
     def _nothing_fits(self) -> str:
+        """Return why nothing fits, and the least memory that would do.  Empty if what is traced for that does fit."""
         before = self.model.events
         for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
             if self.model.events - before < EVENTS_FULL:
                 self._full(p.candidate)
+        if self.done:
+            return ""
         if not self.too_full and self.crammed:
             need, frame, _ = min(self.crammed, key=lambda x: x[0])
             return (
                 f"no configuration on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the "
-                f"weights, gradients and states alone need {format_bytes(need)}, in a form of {_kind(frame)}; give "
-                "more memory or more ranks"
+                f"weights, gradients and states alone need {format_bytes(need, up=True)}, in a form of {_kind(frame)}; "
+                "give more memory or more ranks"
             )
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
@@ -590,6 +600,8 @@ class _Search:
                 break
             tried += 1
             self._full(c)
+            if self.done:
+                return ""
         least = self._needed()
         if not least:
             why, count = self.refused.most_common(1)[0]
@@ -598,7 +610,7 @@ class _Search:
         of = f"none of the {counted(self.traced, 'configuration')} traced" if part else "no configuration"
         return (
             f"{of} on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
-            f"{'they need' if part else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
+            f"{'they need' if part else 'would do'} is {format_bytes(need, up=True)}, by {c}; give that much memory, "
             f"more ranks or a smaller batch{self._no_room()}"
         )
 
@@ -615,7 +627,7 @@ class _Search:
         )
         for _, name, p in sorted(self.no_room, key=lambda x: x[:2])[:1]:
             short = [
-                f"{format_bytes(getattr(p, kind))} of {where}, which has {format_bytes(room)} a rank"
+                f"{format_bytes(getattr(p, kind), up=True)} of {where}, which has {format_bytes(room)} a rank"
                 for where, kind, room in rooms if getattr(p, kind) > room
             ]  # fmt: skip
             return f"; {name} would fit with {enumerated(short)}"
@@ -643,14 +655,18 @@ class _Search:
         for name, of_ in full.items():
             need, c, stage = of_[0]
             where = f"stage {stage} needs" if stage >= 0 and c.pipeline > 1 else "a rank needs at least"
-            found.append((name, len(of_), f"{where} {format_bytes(need)}, and has {format_bytes(self.memory)} ({c})"))
+            found.append(
+                (name, len(of_), f"{where} {format_bytes(need, up=True)}, and has {format_bytes(self.memory)} ({c})")
+            )
         slow: dict[str, list[tuple[float, str]]] = {}
         for bound, c in self.left:
             slow.setdefault(_group(c), []).append((bound, str(c)))
         for name, bounds in slow.items():
             bound, text = min(bounds)
             times = max(1.0, bound / best[0].seconds)
-            found.append((name, len(bounds), f"its passes and what must be copied take {times:.2f}× the time ({text})"))
+            found.append(
+                (name, len(bounds), f"its passes and what must be copied take {shown_ratio(times)} the time ({text})")
+            )
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
         by_number = [sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0]))]
         return [*by_number[0][:40], *by_number[1][:20]]
@@ -672,7 +688,7 @@ class _Search:
         for name, guesses in rest.items():
             times = min(seconds for seconds, _ in guesses) / mine
             tried = [p for p in self.estimated.values() if _kind(p.candidate.frame) == name]
-            why = f"not traced: products and words alone are guessed at {times:.1f}× the time"
+            why = f"not traced: products and words alone are guessed at {shown_ratio(times)} the time"
             if tried:
                 p = min(tried, key=_order)
                 text = why_slower(p, best)

@@ -64,11 +64,15 @@ class TracedModel:
     config : TrainingConfig
     ranks : int
     machine : Machine
-    batch : int
-        Samples of a step.
+    batch_size : int
+        As in the configuration.
 
     Attributes
     ----------
+    batch : int
+        Samples of a step: `batch_size`, or all that there are to train on where these are fewer.
+    all_samples : bool
+        True if they are all that there are.  Then training cuts them as they come, be it unevenly.
     machine : Machine
         As each rank of a node sees it: ranks share the host memory and the disk.
     node : int
@@ -78,9 +82,11 @@ class TracedModel:
         How many parts were traced so far, and the events in them: by these a search knows when to end.
     """
 
-    def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch: int) -> None:
-        self.config, self.ranks, self.batch = config, ranks, batch
+    def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch_size: int) -> None:
+        self.config, self.ranks = config, ranks
         self.inputs = Inputs.of(config)
+        self.batch = self.inputs.rows(batch_size)
+        self.all_samples = self.batch == self.inputs.samples
         self.node = machine.ranks_on_node(ranks)
         self.machine = machine.shared_by(self.node)
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
@@ -300,10 +306,14 @@ class TracedModel:
             self._parts[key] = self.trace(setup.config, setup.ranks, setup.rows, **more)
         return self._parts[key]
 
+    def rows(self, c: Candidate) -> int:
+        """Return the rows of a candidate's largest microbatch, on all data parallel ranks together."""
+        return -(-self.batch // c.microbatches)
+
     def one_copy(self, c: Candidate) -> Setup:
         """Return the setup of one copy of a candidate's model."""
         one = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
-        rows = self.batch // c.data // c.microbatches
+        rows = -(-self.rows(c) // c.data)  # the most of a data parallel rank
         return Setup(one.apply(self.config, rows), one.width, rows, (*_form(one), rows))
 
     def layers_of_one_copy(self, c: Candidate) -> list[Part]:
@@ -312,10 +322,10 @@ class TracedModel:
 
     def layers(self, c: Candidate) -> list[Part]:
         """Return the parts of all layers of a candidate's model, for a microbatch."""
-        rows = self.batch // c.microbatches
+        rows = self.rows(c)
         if c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
             c = replace(c, microbatches=c.pipeline)
-        setup = Setup(c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows // c.data))
+        setup = Setup(c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows))
         return self._layers(c, setup, update=True)
 
     def _layers(self, c: Candidate, setup: Setup, update: bool) -> list[Part]:
@@ -329,7 +339,7 @@ class TracedModel:
 
     def whole(self, c: Candidate, **more: Any) -> Part:
         """Return the trace of a candidate's stage: the same for all schedules, and whatever is offloaded."""
-        rows = self.batch // c.microbatches
+        rows = self.rows(c)
         setup = Setup(c.apply(self.config, self.batch), self.ranks, rows, ("whole", *_form(c), rows))
         return self.part((*setup.key, *sorted(more.items())), setup, **more)
 

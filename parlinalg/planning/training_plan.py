@@ -11,7 +11,7 @@ from typing import Any
 from parlinalg.errors import ConfigError, counted, enumerated
 from parlinalg.planning.machine import OFFLOADS, Machine
 from parlinalg.planning.predictor import Planned
-from parlinalg.units import format_bytes
+from parlinalg.units import format_bytes, format_flops, format_seconds, three_digits
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,10 @@ class TrainingPlan:
     Attributes
     ----------
     machine : Machine
-    ranks, memory, batch : int
+    ranks, memory : int
         `memory` is the bytes a rank may use.
+    batch, batch_size : int
+        The samples of a step, and `batch_size` of the configuration: there may be fewer samples to train on.
     best : tuple of Planned
         The fastest first.
     lost : tuple of (str, int, str)
@@ -44,6 +46,7 @@ class TrainingPlan:
     ranks: int
     memory: int
     batch: int
+    batch_size: int
     best: tuple[Planned, ...]
     lost: tuple[tuple[str, int, str], ...]
     candidates: int
@@ -56,7 +59,7 @@ class TrainingPlan:
     @property
     def configuration(self) -> dict[str, Any]:
         """The keys of the configuration that `parlinalg train` takes, with the best choices."""
-        return self.best[0].candidate.values(self.given, self.batch)
+        return self.best[0].candidate.values(self.given, self.batch_size)
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write this configuration as a Python file.
@@ -69,7 +72,7 @@ class TrainingPlan:
         first = self.best[0]
         head = (
             f'"""Planned for {counted(self.ranks, "rank")} of {self.machine.name}: {first.candidate}.\n\nA step of '
-            f"{counted(self.batch, 'sample')} is predicted to take {shown_time(first.seconds)}, and "
+            f"{counted(self.batch, 'sample')} is predicted to take {format_seconds(first.seconds)}, and "
             f'{format_bytes(first.bytes)} a rank.\n"""\n\n'
         )
         body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
@@ -78,14 +81,20 @@ class TrainingPlan:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
+    def _samples(self) -> str:
+        if self.batch == self.batch_size:
+            return counted(self.batch, "sample")
+        return f"{counted(self.batch, 'sample')}, all that there are to train on (batch_size={self.batch_size} is more)"
+
     def explain(self) -> str:
         """Return the plan as text: the best with their figures, and the others with why they lost."""
         unit = "tokens/s" if self.language else "samples/s"
         first = self.best[0]
         lines = [
             f"{counted(self.ranks, 'rank')} of {self.machine.name} ({self.machine.about}), "
-            f"{format_bytes(self.memory)} a rank, batches of {self.batch}",
-            f"{counted(self.candidates, 'candidate')}, {self.traced} of them traced in full, in {self.seconds:.1f} s; "
+            f"{format_bytes(self.memory)} a rank, batches of {self._samples()}",
+            f"{self.candidates:,} candidate{'s' * (self.candidates != 1)}, {self.traced} of them traced in full, in "
+            f"{self.seconds:.1f} s; "
             + ("none can be faster than the first" if self.proven else "others may be faster than the first"),
             "",
         ]
@@ -93,27 +102,32 @@ class TrainingPlan:
         rows = [head]
         for i, p in enumerate(self.best, 1):
             rows.append((
-                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", shown_share(p.mfu), format_bytes(p.bytes),
-                f"{p.words:.3g}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
+                str(i), format_seconds(p.seconds), f"{p.throughput:,.0f}", shown_share(p.mfu), format_bytes(p.bytes),
+                f"{p.words:,}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
             ))  # fmt: skip
         wide = [max(len(row[k]) for row in rows) for k in range(len(head) - 1)]
         for row in rows:
             lines.append("  ".join([*(text.rjust(w) for text, w in zip(row, wide, strict=False)), row[-1]]).rstrip())
+        lines += [
+            "",
+            f"step: its time, and {unit} in it; MFU: the model's operations, as a share of what large products reach;",
+            "memory: of the fullest rank; words, across nodes: what a rank receives in a step, and how much of it from",
+            "groups that span nodes; bubble: the idle share of a pipeline",
+        ]
         held = {**first.memory, "in host memory": first.host, "on a disk": first.disk}
         held = {name: n for name, n in held.items() if n or name in first.memory}
         lines += ["", "memory     " + ", ".join(f"{name} {format_bytes(n)}" for name, n in held.items())]
-        lines.append(
-            "time       " + ", ".join(f"{cause} {100 * s:.0f}%" for cause, s in list(first.causes.items())[:6])
-        )
+        causes = [f"{cause} {100 * s:.0f}%" for cause, s in list(first.causes.items())[:6] if s >= 0.005]
+        lines.append("time       " + ", ".join(causes))
         lines.append(
             f"speed      {first.throughput / self.ranks:,.{0 if first.throughput >= 100 * self.ranks else 1}f} {unit} "
-            f"and {shown_rate(first.rate)} a rank; MFU is of {shown_rate(first.rate / first.mfu)}, what large products "
-            f"reach"
+            f"and {format_flops(first.rate)} a rank; MFU is of {format_flops(first.rate / first.mfu)}, what large "
+            "products reach"
         )
         if self.lost:
-            lines += ["", "lost"]
+            lines += ["", "lost: kinds of candidates, how many, and why the best of them is slower or does not fit"]
             wide0 = max(len(what) for what, _, _ in self.lost)
-            lines += [f"  {what:<{wide0}}  {count:>6}  {why}" for what, count, why in self.lost]
+            lines += [f"  {what:<{wide0}}  {count:>9,}  {why}" for what, count, why in self.lost]
         return "\n".join(lines)
 
     __str__ = explain
@@ -126,34 +140,24 @@ class TrainingPlan:
         return "no other form can be trained" if not self.lost else f"others: {self.lost[0][2]}"
 
 
-def shown_time(seconds: float) -> str:
-    """Return seconds as text.
-
-    >>> shown_time(0.00123), shown_time(12.345), shown_time(4130)
-    ('1.23 ms', '12.3 s', '4,130 s')
-    """
-    if seconds >= 1000:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def shown_share(share: float) -> str:
     """Return a share in percent as text.
 
-    >>> shown_share(0.413), shown_share(0.0042)
-    ('41%', '0.42%')
+    >>> shown_share(0.413), shown_share(0.06), shown_share(0.0042), shown_share(1e-6)
+    ('41%', '6.0%', '0.42%', '<0.01%')
     """
-    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.2g}%"
+    if share < 1e-4:
+        return "<0.01%"
+    return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:#.2g}%"
 
 
-def shown_rate(flops: float) -> str:
-    """Return operations a second as text.
+def shown_ratio(times: float) -> str:
+    """Return how many times as long something takes as text.
 
-    >>> shown_rate(5.312e14), shown_rate(3.4e9)
-    ('531 TFLOP/s', '3.4 GFLOP/s')
+    >>> shown_ratio(1.003), shown_ratio(2.5), shown_ratio(1810.96)
+    ('1.00×', '2.50×', '1,811×')
     """
-    name, unit = ("T", 1e12) if flops >= 1e12 else ("G", 1e9) if flops >= 1e9 else ("M", 1e6)
-    return f"{flops / unit:.3g} {name}FLOP/s"
+    return f"{three_digits(times)}×"
 
 
 AS_FAST = 1.005
@@ -176,21 +180,23 @@ def why_slower(other: Planned, best: Planned) -> str:
     ):  # fmt: skip
         if mine > 1.02 * theirs and share > own:
             ratio = mine / max(1, theirs)
-            text = f"moves {ratio:.1f}× the bytes {name}" if ratio < 100 else f"moves {format_bytes(mine)} {name}"
+            text = (
+                f"moves {shown_ratio(ratio)} the bytes {name}" if ratio < 100 else f"moves {format_bytes(mine)} {name}"
+            )
             reasons.append(((share - own) * (1.0 if name == "across nodes" else 0.5), text))
     again = other.candidate.recompute
     for cause in {**other.causes, **best.causes}:
         more_seconds = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
         verb = "takes" if cause == "launching" else "take"
-        why = f"{cause} {verb} {shown_time(max(0.0, more_seconds))} more"
+        why = f"{cause} {verb} {format_seconds(max(0.0, more_seconds))} more"
         if cause == "idle":
             why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
             if other.bubble > best.bubble:
                 why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
         elif cause in OFFLOADS:
             what = enumerated([kind for kind, _ in other.candidate.offload or best.candidate.offload])
-            why = f"{cause} ({what}) take {shown_time(max(0.0, more_seconds))} more"
+            why = f"{cause} ({what}) take {format_seconds(max(0.0, more_seconds))} more"
         elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
             why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
         reasons.append((more_seconds * 0.99, why))
-    return f"{about}{times:.2f}× the time: {max(reasons)[1]}"
+    return f"{about}{shown_ratio(times)} the time: {max(reasons)[1]}"

@@ -175,7 +175,8 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
         (["trian"], ["invalid choice: 'trian'"]),
         (["plan", "matmul", "3", "-1", "3", "--ranks", "2"], ["at least 0, not -1"]),
         (["plan", "elementwise", "9,4", "r,x", "--grid", "r=2"], ["names axis 'x', but the grid has the axes"]),
-        (["plan", "elementwise", "9,4", "--grid", "r=2"], ["each operand is a shape and a layout"]),
+        (["plan", "elementwise", "9,4", "--grid", "r=2"], ["each operand is a shape and a layout; 1 argument given"]),
+        (["plan", "elementwise", "9,4", "r,.", "5", ".", "--grid", "r=2"], ["do not broadcast together"]),
         (["plan", "elementwise", "9,a", "r,.", "--grid", "r=2"], ["whole numbers such as 1000,40"]),
         (["plan", "elementwise", "9,4", "r,.", "--grid", "2"], ["such as r=2,c=2"]),
         (["plan", "matmul", "999", "999", "999", "--ranks", "2", "--memory", "1KiB"], ["the least that would do is"]),
@@ -282,7 +283,9 @@ def test_plan_takes_tiles_and_measures_the_machine() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("1×2 on Grid") == 1
     assert "40 rows and columns, 10 steps; the model would choose " in done.stdout
-    assert re.search(r"time +\d\.\d\de[-+]\d\d s at \d+\.\d GFLOP/s", done.stdout), done.stdout
+    assert re.search(r"time +[\d.]+ [mµ]?s at [\d.]+ GFLOP/s, without the trips: products \d+%", done.stdout), (
+        done.stdout
+    )
     done = run(0, "plan", "solve", "500", "-p", "6", "--sides", "30", "--measure")
     assert "X = B[500, 30]" in done.stdout
     assert "GFLOP/s" in done.stdout
@@ -293,6 +296,42 @@ def test_plan_says_where_operands_meet() -> None:
     assert done.returncode == 0, done.stderr
     parts = ("Layout(None, 'c')", "partial=", "received by all ranks", "operand 3", ": chosen", "6 ranks")
     assert all(part in done.stdout for part in parts), done.stdout
+
+
+def test_plans_count_alike() -> None:
+    """Words and sizes have commas, times three digits, and nouns their number, in all plans."""
+    many = run(0, "plan", "matmul", "4096", "4096", "4096", "--ranks", "16", "--machine", "a100").stdout
+    assert "words     5,242,880 received a rank (A 1,048,576, B 3,145,728, C 1,048,576)" in many
+    assert "block     1,024 × 2,048 × 2,048, the busiest rank's" in many
+    few = run(0, "plan", "matmul", "1", "1", "1", "--ranks", "2", "--machine", "laptop").stdout
+    assert all(part in few for part in ("1 multiplication:", "moves 0.5 words", "words     0 received")), few
+    assert "but in 1 message instead" in run(0, "plan", "matmul", "0", "10", "10", "--ranks", "7").stdout
+    empty = run(0, "plan", "eigh", "0", "--ranks", "2").stdout
+    assert "the matrix is empty" in empty
+    assert "there is nothing to compute" in empty
+    wide = run(0, "plan", "lstsq", "100", "1000", "--ranks", "4").stdout
+    assert "alone are dealt, since the matrix is wide" in wide
+    listed = [line for line in wide.splitlines() if line.startswith(10 * " ")]
+    assert len({re.search(r"\d in \d", line).start() for line in listed}) == 1, wide  # type: ignore[union-attr]
+
+
+def test_plan_train_explains_itself(tmp_path: Path) -> None:
+    config = tmp_path / "mine.py"
+    config.write_text('model = {"name": "mlp", "hidden": [64, 32]}\ndata = "digits"\nbatch_size = 4096\n')
+    wanted = ("plan", "train", config, "--ranks", "4", "--machine", "a100", "--set", "parallel.tensor=1")
+    done = run(0, *map(str, wanted), "--best", "3")
+    assert done.returncode == 0, done.stderr
+    parts = (
+        "batches of 1438 samples, all that there are to train on (batch_size=4096 is more)", "candidates, ",
+        "memory: of the fullest rank", "bubble: the idle share of a pipeline", "lost: kinds of candidates",
+    )  # fmt: skip
+    assert all(part in done.stdout for part in parts), done.stdout
+    assert not re.search(r"\d[.\d]*e[-+]\d", done.stdout), done.stdout
+    short = run(0, *map(str, wanted), "--memory", "20KiB")
+    assert short.returncode == 2
+    enough = re.search(r"(?:would do|they need) is ([\d.]+ KiB)", short.stderr)
+    assert enough, short.stderr
+    assert run(0, *map(str, wanted), "--memory", enough[1]).returncode == 0, short.stderr
 
 
 def test_doctor_examines_one_rank_and_several() -> None:

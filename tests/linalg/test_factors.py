@@ -479,6 +479,24 @@ def test_triangular_solutions(grid, lower, adjoint, unit, monkeypatch):
         small(norm(t @ y - b), norm(t) * norm(y), n, dtype, (n, dtype, shape))
 
 
+@pytest.mark.parametrize("columns", [2, triangular.FEW + 9])
+@pytest.mark.parametrize("adjoint", [True, False])
+def test_solutions_that_overflow(grid, columns, adjoint):
+    """Without a warning, as NumPy's; pieces of the solution that are in range have their values."""
+    n, layout = 200, grid.default_layout((200, 200))
+    t = np.eye(n, dtype=np.complex64) - np.triu(np.ones((n, n), np.float32), 1)
+    b = np.zeros((n, columns), t.dtype)
+    b[0 if adjoint else -1] = 1  # of which x is 1, 1, 2, 4, ... from there on
+    A, B = pla.distribute(t, grid, layout), pla.distribute(b, grid, Layout(None, None))
+    lu, found = linalg.lu_factor(A).solve(B, adjoint=adjoint), [linalg.solve_triangular(A, B, adjoint=adjoint)]
+    if not adjoint:  # else zeros of L multiply NaNs, in LAPACK too
+        found += [lu, linalg.solve(A, B), linalg.qr_factor(A).solve(B)]
+    for each in found:
+        x = each.gather()[:: 1 if adjoint else -1]
+        assert not np.isfinite(x[160:]).any()
+        np.testing.assert_allclose(x[1:100], np.broadcast_to(2.0 ** np.arange(99)[:, None], (99, columns)), rtol=1e-4)
+
+
 class TestErrors:
     def test_indefinite(self, grid):
         a = np.diag(np.r_[np.ones(40), -1.0, np.ones(20), -1.0])
@@ -832,13 +850,50 @@ def test_triangles_are_solved_in_pieces(dtype, order, monkeypatch):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(800, 97), (776, 97), (1700, 200), (900, 96)], ids=str)
+def test_tall_matrices_are_factored_in_panels(shape, dtype, monkeypatch):
+    """By several threads, with the pivots of one call of LAPACK; zero columns, pivots near underflow, and NaNs too."""
+    monkeypatch.setattr(kernels, "LARGE", 0)
+    m, n = shape
+    a = random(shape, dtype, np.random.default_rng(0))
+    gap = a.copy()
+    gap[:, [3, 60, n - 1]] = 0
+    for given in (a, gap, a * float(np.finfo(dtype).tiny)):
+        every = []
+        for threads in (1, 2):
+            monkeypatch.setattr(kernels.blas, "blas_threads", lambda threads=threads: threads)
+            found, order = kernels.lu(given.copy())
+            every.append(order)
+            lower, upper = np.tril(found, -1) + np.eye(m, n, dtype=dtype), np.triu(found[:n])
+            unit = 2.0 ** -np.frexp(norm(given))[1]
+            small(norm(lower @ (upper * unit) - given[order] * unit), norm(given * unit), m, dtype, threads)
+        np.testing.assert_array_equal(*every)
+    a[700, 50] = np.nan
+    assert not np.isfinite(kernels.lu(a)[0]).all()
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize(
-    "shape", [(0, 3), (1, 1), (17, 300), (300, 17), (1023, 1033), (2, 300_000), (3000, 257), (9000, 131)], ids=str
+    "shape",
+    [
+        (0, 3),
+        (1, 1),
+        (17, 300),
+        (300, 17),
+        (1023, 1033),
+        (2, 300_000),
+        (3000, 257),
+        (9000, 131),
+        (70_001, 7),
+        (9999, 3),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("threads", [None, 1, 2, 7])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 def test_copies_in_columns(shape, threads, dtype, monkeypatch):
-    """However many threads make them, by a loop or without, which complex numbers have none of."""
+    """However many threads make them, by a loop or without, which complex128 has none of."""
     monkeypatch.setattr(kernels.blas, "blas_threads", lambda: threads)
     a = np.random.default_rng(0).random(shape).astype(dtype)
     found = kernels.in_columns(a, 2)

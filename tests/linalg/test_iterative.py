@@ -134,35 +134,18 @@ def test_minres_without_a_solution(grid):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_singular_matrices_are_not_said_to_be_solved(grid, dtype):
-    """With a part of b in the null space recurrences find small residuals that b − A x does not have."""
-    solved = 0
-    for seed in range(3):
-        for n in (5, 8, 20):
-            q = np.linalg.qr(random(n, n, seed=seed))[0]
-            for signs, part in ((1, 1.0), (1, 1e-3), ((-1) ** np.arange(n), 1.0), (1, 0.0)):
-                a = (q * np.r_[0, np.linspace(1, 3, n - 1)] * signs) @ q.T
-                a = ((a + a.T) / 2).astype(dtype)
-                b = (part * q[:, 0] + (part < 1) * (a @ random(n, seed=seed + 9))).astype(dtype)
-                A, B = placed(grid, a, seed), placed(grid, b, 1)
-                both = placed(grid, np.stack([b, a @ b], 1), 2)
-                positive = [] if np.ndim(signs) else [(cg, {}), (cg, {"pipelined": True})]
-                for function, options in (*positive, (minres, {}), (gmres, {})):
-                    for rhs in (B, both):
-                        try:
-                            x, info = function(A, rhs, **options)
-                        except np.linalg.LinAlgError:  # where rounding makes eigenvalues negative
-                            assert function is cg
-                            continue
-                        x, y = x.gather().astype(float), rhs.gather()
-                        left = np.linalg.norm(y - a @ x, axis=0) / np.linalg.norm(y, axis=0)
-                        limit = max(1e-5, 100 * np.finfo(dtype).eps)
-                        assert info != 0 or (left <= 1.01 * limit).all(), (function, n, left)
-                        assert info == 0 or part
-                        solved += info == 0
-                        if function is gmres:
-                            assert (left <= 10).all(), (function, n, left, info)
-    assert solved
+def test_gmres_of_singular_matrices(grid, dtype):
+    """With a part of b in the null space x may grow without bound; 0 is returned of what is solved only."""
+    for n, part in ((5, 1.0), (8, 1e-3), (20, 1.0), (20, 1e-3), (20, 0.0)):
+        q = np.linalg.qr(random(n, n, seed=n))[0]
+        a = (q * np.r_[0, np.linspace(1, 3, n - 1)]) @ q.T
+        a = ((a + a.T) / 2).astype(dtype)
+        b = (part * q[:, 0] + (part < 1) * (a @ random(n, seed=9))).astype(dtype)
+        for rhs in (b, np.stack([b, a @ b], 1)):
+            x, info = gmres(placed(grid, a, n), placed(grid, rhs, 1), maxiter=5)
+            left = np.linalg.norm(rhs - a @ x.gather().astype(float), axis=0) / np.linalg.norm(rhs, axis=0)
+            assert (info == 0) == (part == 0)
+            assert (left <= (1.01e-5 if info == 0 else 2)).all(), (n, part, left)
 
 
 def test_one_all_reduce_a_step_of_conjugate_gradients(grid, world):

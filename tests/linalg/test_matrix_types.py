@@ -255,6 +255,7 @@ def chosen(types, sizes, share, rng):
             yield n, dtype, name, make().astype(dtype)
 
 
+@pytest.mark.ranks(1, 2, 3, 4, 6, 8, 12)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("routine", ROUTINES)
 def test_ratios(grid, routine, full):

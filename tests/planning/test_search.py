@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.backend.shapes import values_needed
+from parlinalg.datasets import Loader
 from parlinalg.errors import ConfigError, PlanError
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim import Muon
@@ -37,6 +39,7 @@ from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS
 from parlinalg.train.config import TensorConfig, load
 from parlinalg.train.mesh import resolve
+from parlinalg.units import parse_bytes
 from tests.launching import launch
 
 pytestmark = pytest.mark.serial
@@ -201,7 +204,7 @@ def test_the_written_configuration_trains(tmp_path):
     done = launch(0, ["-m", "parlinalg", *args, *fixed], timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "written to best.py" in done.stdout
-    assert re.search(r"1 +\S+ m?s .*pipeline 2", done.stdout)
+    assert re.search(r"1 +\S+ [mµ]?s .*pipeline 2", done.stdout)
     step = ["-m", "parlinalg", "train", "best.py", "--set", "epochs=1"]
     done = launch(4, step, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -451,6 +454,68 @@ def test_classifiers_of_unlike_layers_are_planned_beyond_reach(monkeypatch):
     assert not made.proven
 
 
+def few_samples(folder: Path, samples: int, **more: Any) -> dict[str, Any]:
+    """A configuration whose data have so many samples to train on."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((samples + 2, 6)), np.arange(samples + 2) % 3
+    np.savez(folder / "few.npz", x=x[:-2], y=y[:-2], x_test=x[-2:], y_test=y[-2:])
+    data = {"name": "npz", "path": str(folder / "few.npz")}
+    return {"model": {"name": "mlp", "hidden": [8, 8]}, "data": data, "batch_size": 64, **more}
+
+
+def test_a_batch_above_the_samples_is_planned_as_all_of_them(tmp_path):
+    """Training takes all samples in a step, and cuts them as they come: 13 on 4 ranks are 4 and three times 3."""
+    form = {"data": 4, "pipeline": 1, "sequence": 1, "tensor": 1}
+    given = few_samples(tmp_path, 13, parallel=form, zero=0, gradient_accumulation=1)
+    made = pla.plan_training(given, ranks=4, machine="v100")
+    first = made.best[0]
+    assert (made.batch, made.batch_size, made.configuration["batch_size"]) == (13, 64, 64)
+    assert first.throughput == pytest.approx(13 / first.seconds)
+    head = made.explain().splitlines()[0]
+    assert head.endswith("batches of 13 samples, all that there are to train on (batch_size=64 is more)")
+    made.write(tmp_path / "planned.py")
+    assert "A step of 13 samples is" in (tmp_path / "planned.py").read_text()
+    asked = pla.plan_training({**given, "batch_size": 7}, ranks=4, machine="v100", global_batch=99)
+    assert (asked.batch, asked.batch_size, asked.best[0].seconds) == (13, 99, first.seconds)
+    alike = pla.plan_training(few_samples(tmp_path, 16, **{**given, "batch_size": 16}), ranks=4, machine="v100")
+    assert (first.seconds, first.bytes) == (alike.best[0].seconds, alike.best[0].bytes)  # the busiest rank has 4 rows
+    with pytest.raises(PlanError, match="a batch of 13 samples cannot be split evenly over 4 ranks"):
+        pla.plan_training(few_samples(tmp_path, 99, **{**given, "batch_size": 13}), ranks=4, machine="v100")
+
+
+@pytest.mark.parametrize("samples", [3, 13, 24])
+def test_all_samples_are_planned_in_every_form(samples, tmp_path):
+    """No number of samples is refused, and bounds are below full traces where parts are uneven."""
+    model = TracedModel(load(given := few_samples(tmp_path, samples)), 4, load_machine("v100"), 64)
+    space = Space(load(given), given, 4, model.batch, model.depth, [""], uneven=model.all_samples)
+    assert {(f.data, f.pipeline) for f in space.frames()} == {(d, p) for d in (1, 2, 4) for p in (1, 2, 4) if d * p < 5}
+    bounds, predictor = Bounds(model), Predictor(model)
+    for c in [*space][::9]:
+        assert 1 <= c.microbatches <= samples
+        found = predictor.full(c)
+        assert bounds.static_seconds(c) <= bounds.seconds(c) <= found.seconds, c
+        assert bounds.static_memory(c) <= found.bytes, c
+
+
+@pytest.mark.parametrize(
+    ("more", "microbatches"), [({"gradient_accumulation": 5}, 5), ({"gradient_accumulation": 40}, 13)], ids=str
+)  # fmt: skip
+def test_microbatches_of_all_samples_are_those_of_training(more, microbatches, tmp_path):
+    """13 samples are cut into 5 microbatches of 3 and 2 rows, and into 13 where more are asked for."""
+    given = few_samples(tmp_path, 13, parallel={"data": 2, "pipeline": 1, "sequence": 1, "tensor": 1}, zero=0, **more)
+    made = pla.plan_training(given, ranks=2, machine="v100")
+    assert {p.candidate.microbatches for p in made.best} == {microbatches}
+    with pla.imagine(2):
+        grid = pla.Grid({"data": 2})
+        samples = np.zeros((13, 6)), np.zeros(13, np.int64)
+        loader = Loader(*samples, 64, grid, pla.Layout("data", None), pla.Layout("data"))
+        (batch,) = loader.epoch(0, given["gradient_accumulation"])
+        assert len(batch) == microbatches
+        rows = max(part.x.shape[0] for part in batch)
+    model = TracedModel(load(given), 2, load_machine("v100"), 64)
+    assert model.rows(made.best[0].candidate) == rows
+
+
 BIG = {
     "model": {
         "name": "gpt", "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 32, "num_attention_heads": 8,
@@ -528,7 +593,7 @@ def test_searches_end_where_traces_are_long(monkeypatch):
     made = pla.plan_training({**RING, "parallel": "auto"}, ranks=61, machine="a100", best=1)
     assert made.best
     assert not made.proven
-    with pytest.raises(PlanError, match=r"none of the 5 configurations traced on 67 ranks .* need is 5.71 MiB"):
+    with pytest.raises(PlanError, match=r"none of the 8 configurations traced on 67 ranks .* need is 5.72 MiB"):
         pla.plan_training({**RING, "parallel": "auto"}, ranks=67, machine="a100", memory="2MiB")
 
 
@@ -563,6 +628,21 @@ def test_beyond_reach_what_does_not_fit_names_the_least_memory(monkeypatch):
     monkeypatch.setattr(search, "MANY", 1)
     with pytest.raises(PlanError, match=r"64.00 KiB a rank: the .* needs? .*KiB|64.00 KiB a rank: the least .* is"):
         plan(2, memory=1 << 16, parallel={"sequence": 1, "pipeline": 1})
+
+
+@pytest.mark.parametrize("many", [1, search.MANY])
+def test_the_least_memory_that_is_named_does(many, monkeypatch):
+    """Also where estimates took less to be offloaded for enough, and as the message rounds it."""
+    monkeypatch.setattr(search, "MANY", many)
+    given = {"model": {"name": "mlp", "hidden": [512, 512, 256]}, "batch_size": 1024, "zero": 0, "dtype": "float32"}
+    form = {"parallel": {"sequence": 1, "pipeline": 1, "tensor": {"size": 4, "mode": "1d"}}}
+    with pytest.raises(PlanError) as caught:
+        pla.plan_training({**given, **form}, ranks=4, machine="a100", memory="1MiB")
+    named = re.search(r"(?:would do|they need) is ([\d.]+ MiB), by ", str(caught.value))
+    assert named
+    made = pla.plan_training({**given, **form}, ranks=4, machine="a100", memory=named[1])
+    assert made.best[0].bytes <= parse_bytes(named[1])
+    assert len({p.candidate for p in made.best}) == len(made.best)
 
 
 @pytest.mark.one_in(5)
