@@ -45,18 +45,18 @@ def parse_bytes(amount: SupportsIndex | str) -> int:
     ValueError
         If it is neither, or negative.
 
-    >>> parse_bytes("4GiB"), parse_bytes("1.5 kB"), parse_bytes(100)
-    (4294967296, 1500, 100)
+    >>> parse_bytes("4GiB"), parse_bytes("1.5 kB"), parse_bytes("1,023.50 KiB"), parse_bytes(100)
+    (4294967296, 1500, 1048064, 100)
     """
     right = 'memory is a number of bytes of at least 0, or text such as "4GiB", "512MiB" or "100 MB"'
     if isinstance(amount, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmgtp]?i?b?)\s*", amount.lower())
+        match = re.fullmatch(r"\s*((?:\d{1,3}(?:,\d{3})+|\d+)\.?\d*(?:e\d+)?)\s*([kmgtp]?i?b?)\s*", amount.lower())
         unit = match[2] if match else None
         if unit in ("k", "m", "g", "t", "p", "ki", "mi", "gi", "ti", "pi"):
             unit += "b"
         if match is None or unit not in _UNITS:
             raise ValueError(f"{right}, not {amount!r}")
-        number = match[1]
+        number = match[1].replace(",", "")  # as `format_bytes` writes thousands
         if not math.isfinite(float(number) * _UNITS[unit]):
             raise ValueError(f"{right}, and within the range of floats, not {brief(amount)}")
         return int(number) * _UNITS[unit] if number.isdigit() else int(float(number) * _UNITS[unit])

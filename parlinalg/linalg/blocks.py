@@ -128,7 +128,7 @@ def saves(layered: tuple[float, float], flat: tuple[float, float]) -> bool:
 
 def tile_bytes(deal: Deal, m: int, n: int, itemsize: int) -> int:
     """Return the bytes of the tiles of the rank that has the most of a matrix [m, n]."""
-    return len(deal.rows(m)[0]) * len(deal.columns(n)[0]) * itemsize
+    return math.prod(deal.most(m, n)) * itemsize
 
 
 def panel_words(m: int, n: int, R: int, C: int, D: int, *, half: bool) -> float:

@@ -252,12 +252,6 @@ def _common(x: Numbers, y: Numbers) -> Numbers:
     return x[y[np.minimum(np.searchsorted(y, x), len(y) - 1)] == x]
 
 
-def after_each(every: Sequence[Numbers], n: int, size: int) -> Counts:
-    """Return for every panel and every array how many of its numbers are beyond the panel, [panels, arrays]."""
-    ends = np.array([k + b for k, b in panels(n, size)], np.int64)
-    return np.stack([len(x) - np.searchsorted(x, ends) for x in every], 1).reshape(len(ends), len(every))
-
-
 def after(every: Sequence[Numbers], k: int) -> Counts:
     """Return for each grid row (or column) how many of its numbers are k or more."""
     return np.array([len(x) - np.searchsorted(x, k) for x in every], np.int64)
@@ -279,16 +273,19 @@ def _cholesky(costs: Costs, layout: Layout, n: int) -> None:
     deal = costs.deal
     rows, columns = deal.rows(n), deal.columns(n)
     costs.bring(layout, (n, n), rows, columns, lower=deal.size)
-    own = after_each([_common(x, y) for x in rows for y in columns], n, deal.size).reshape(-1, deal.R, len(columns))
-    wide, beyond, left = after_each(columns, n, deal.size), after_each(rows, n, deal.size), after(rows, 0)
-    for (k, b), mine, rest, later in zip(panels(n, deal.size), own, wide, beyond, strict=True):
+    # of what is not factored yet: rows of each grid row, columns of each grid column, and numbers that both have
+    below, beside, both = after(rows, 0), after(columns, 0), np.zeros((len(rows), len(columns)), np.int64)
+    for k, b in panels(n, deal.size):
+        both[deal.owner(k)] += b
+    for k, b in panels(n, deal.size):
         (i, j), root = deal.owner(k), deal.layer_of(k)
-        here, left, mine, rest = costs.layer == root, left[costs.i], mine[costs.i, costs.j], rest[costs.j]
+        here, left = costs.layer == root, below[costs.i]
+        below[i], beside[j], both[i, j] = below[i] - b, beside[j] - b, both[i, j] - b
+        mine, rest = both[costs.i, costs.j], beside[costs.j]
         costs.terms(TERMS_OF_PANELS, left * b, root, k // deal.size, who=costs.j == j)
         costs.broadcast("corners down grid columns", costs.down, b * b, i, who=here & (costs.j == j))
         costs.broadcast(ALONG_ROWS, costs.across, left * b, j, who=here)
         costs.all_gather(ALONG_COLUMNS, costs.down, rest * b, mine * b, who=here)
-        left = later
     costs.agree(2)
 
 

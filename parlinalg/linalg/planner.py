@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import SupportsIndex
 
@@ -55,6 +55,10 @@ class LinalgPlan:
         The number of layers of ranks that hold tiles of the whole matrix (2.5D); 1 but for cholesky, lu and solve.
     pivoting : bool
         Of `qr`, with column pivoting.
+    limit : int or None
+        The bytes a rank may use, as asked for.
+    faster : LinalgPlan or None
+        The plan that would have been chosen without the limit, where it needs more.
     """
 
     routine: str
@@ -69,6 +73,8 @@ class LinalgPlan:
     rate: float | None = None
     depth: int = 1
     pivoting: bool = False
+    limit: int | None = None
+    faster: LinalgPlan | None = None
 
     @property
     def ranks(self) -> int:
@@ -181,21 +187,26 @@ class LinalgPlan:
         """Bytes of the rank that needs the most: at rest, in tiles, and in buffers and results; about."""
         item, (m, n), deal = ITEMSIZE[self.dtype], self.shape, self.deal
         rest = -(-self.m * self.n // self.ranks)
-        rows, columns = len(deal.rows(m)[0]), len(deal.columns(n)[0])
+        rows, columns = deal.most(m, n)
         tiles = rows * columns
         b = min(deal.size, m, n)
         panels = 3 * (rows + 2 * b) * b + 2 * columns * b
         if self.routine in SOLUTIONS:
             rest += -(-self.m * self.sides // self.ranks)
-            tiles += rows * len(deal.columns(self.sides)[0])
+            tiles += rows * deal.most(m, self.sides)[1]
         if (first := self.first) is not None:  # before what is done with R
             m = max(self.m, self.n)
-            tiles = max(tiles, len(first.rows(m)[0]) * len(first.columns(n)[0]))
+            tiles = max(tiles, math.prod(first.most(m, n)))
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
             rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
         results = {"lu": 2 * tiles, "qr": 3 * tiles, "lstsq": tiles, "eigh": 4 * tiles, "svd": 6 * tiles}
         more = max(panels, rest) + results.get(self.routine, rest)
         return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
+
+    @property
+    def need(self) -> int:
+        """Bytes of that rank in all."""
+        return sum(self.memory.values())
 
     def explain(self) -> str:
         """Return the plan's grid, tiles, words, messages, memory and time, and what was not chosen, as text."""
@@ -259,7 +270,8 @@ def plan_linalg(
 
     Of the grids with two axes the one with the least time is chosen, in the model of `parlinalg.linalg.blocks`; of
     equals the default grid, then the one with fewer rows.  For cholesky, lu and solve several layers of such grids
-    (2.5D) are chosen where words and time are less by them and the memory suffices.
+    (2.5D) are chosen where words and time are less by them.  If that plan needs more than `memory`, the fastest one
+    that fits is chosen among all grids, numbers of layers and sizes of tiles, as far as these are not given.
 
     Parameters
     ----------
@@ -289,7 +301,8 @@ def plan_linalg(
     Raises
     ------
     PlanError
-        If the routine is unknown, an argument is not what it should be, or the memory does not suffice.
+        If the routine is unknown, an argument is not what it should be, or no plan fits the memory; then the message
+        says the least memory that would do.
 
     Examples
     --------
@@ -343,37 +356,64 @@ def plan_linalg(
         except ValueError as error:
             raise PlanError(str(error)) from None
         size = PIVOTED if pivoting else size
-        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers, pivoting)
+        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers, pivoting, limit)
 
     if not grids:
         raise PlanError(f"{count} ranks do not form {wanted} layers of as many ranks each")
     plans = [on(*each) for each in grids]
+    best = _fastest(plans, wanted is None)
+    if limit is None or best.need <= limit:
+        return best
     if wanted is None:
-        plans = _worth(plans, limit)
-    plan = min(plans, key=lambda each: each.time.total)
-    need = sum(plan.memory.values())
-    if limit is not None and need > limit:
+        plans = [plan for plan in plans if plan.depth == 1 or _layers_allowed(plan)]
+    every = [_with_tiles(plan, best, free=given is None) for plan in plans]
+    fitting = [[each for each in tiles if each.need <= limit] for tiles in every]
+    if not any(fitting):
+        least = min((each for tiles in every for each in tiles), key=lambda each: each.need)
         raise PlanError(
-            f"{routine} of {m}×{n} in {name} over {_count(count, 'rank')} needs about {format_bytes(need, up=True)} a "
-            f"rank, more than {format_bytes(limit)}; give that or more ranks"
+            f"{routine} of {m}×{n} in {name} over {_count(count, 'rank')} needs about "
+            f"{format_bytes(least.need, up=True)} a rank on {_named(least)}, more than {format_bytes(limit)}, and no "
+            "other plan needs less; give that or more ranks"
         )
-    return plan
+    return _fastest([tiles[0] for tiles in fitting if tiles], wanted is None)
 
 
-def _worth(plans: list[LinalgPlan], limit: int | None) -> list[LinalgPlan]:
-    """Return the plans with one layer; if others save words and time and memory suffices, the best of those alone."""
+def _fastest(plans: list[LinalgPlan], any_depth: bool) -> LinalgPlan:
+    """Return the plan with the least time; with `any_depth` several layers must be worth their words and memory."""
+    return min(_worth(plans) if any_depth else plans, key=lambda each: each.time.total)
+
+
+def _with_tiles(plan: LinalgPlan, best: LinalgPlan, *, free: bool) -> list[LinalgPlan]:
+    """Return a plan with its tiles or, if they are `free`, with each size, in the order in which these are preferred.
+
+    That is the order of their times; but of reductions, whose time hardly depends on tiles, wide ones come first.
+    """
+    sizes = [plan.block]
+    if free and not plan.pivoting:
+        most = blocks.candidates(kernel(plan.routine), *plan.shape, plan.deal.R, plan.deal.C)[-1]
+        sizes = [b for b in reversed(blocks.SIZES) if b <= most]
+    plans = [replace(plan, block=b, faster=best) for b in sizes]
+    return plans if plan.routine in blocks.REDUCTIONS else sorted(plans, key=lambda each: each.time.total)
+
+
+def _layers_allowed(plan: LinalgPlan) -> bool:
+    """Return True if the tiles of a rank of several layers take no more than the planner gives them unasked."""
+    return blocks.tile_bytes(plan.deal, *plan.shape, ITEMSIZE[plan.dtype]) <= tunables.LAYER_BYTES
+
+
+def _worth(plans: list[LinalgPlan]) -> list[LinalgPlan]:
+    """Return the plans with one layer; if others save words and time, the best of those alone."""
 
     def compared(plan: LinalgPlan) -> tuple[float, float]:
         return blocks.compared(plan.routine, *plan.shape, plan.deal, plan.machine)
 
     flat = [plan for plan in plans if plan.depth == 1]
+    if not flat or len(flat) == len(plans):
+        return plans
     best = min(map(compared, flat), key=lambda each: each[1])
-    found = [plan for plan in plans if plan.depth > 1 and blocks.saves(compared(plan), best)]
-    found = [
-        plan for plan in found
-        if blocks.tile_bytes(plan.deal, *plan.shape, ITEMSIZE[plan.dtype]) <= tunables.LAYER_BYTES
-        and (limit is None or sum(plan.memory.values()) <= limit)
-    ]  # fmt: skip
+    found = [plan for plan in plans if plan.depth > 1 and blocks.saves(compared(plan), best) and _layers_allowed(plan)]
+    if not found:
+        return flat
     words = min(flat, key=lambda plan: plan.time.total).words
     for plan in sorted(found, key=lambda plan: compared(plan)[1]):
         if plan.words < words:  # counted exactly, and at the rank that receives the most
@@ -437,8 +477,7 @@ def _grid(plan: LinalgPlan) -> str:
     if plan.pivoting:
         why = "whole columns are dealt, from which ranks choose without sums"
     made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
-    layers = f"{deal.D} layers of " if deal.D > 1 else ""
-    return f"{layers}{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
+    return f"{_in_layers(deal)}{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
 
 
 def _tiles(plan: LinalgPlan) -> str:
@@ -506,27 +545,43 @@ def _time(plan: LinalgPlan) -> str:
 
 def _others(plan: LinalgPlan) -> list[str]:
     """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
-    (m, n), deal = plan.shape, plan.deal
+    deal, best = plan.deal, plan.time.total or 1
+
+    def line(name: str, other: LinalgPlan) -> str:
+        more = 100 * (other.time.total / best - 1)
+        text = f"{name}: {_more(more)}"
+        if plan.limit is not None and other.need > plan.limit and (other is plan.faster or more < 0):
+            need, limit = format_bytes(other.need, up=True), format_bytes(plan.limit)
+            text += f", but it needs {need} a rank, more than {limit}"
+        return text
+
+    def other(grid: Mapping[str, int], b: int) -> LinalgPlan:
+        return replace(plan, sizes=grid, block=b, faster=None)
+
+    found = [] if plan.faster is None else [line(_named(plan.faster), plan.faster)]
     if plan.pivoting:
-        return []
-
-    def predicted(R: int, C: int, b: int) -> float:
-        return blocks.predicted(kernel(plan.routine), m, n, R, C, b, plan.machine, deal.D).total
-
-    best = predicted(deal.R, deal.C, plan.block) or 1
-
-    def time(R: int, C: int, b: int) -> float:
-        return 100 * (predicted(R, C, b) / best - 1)
-
-    sizes = sorted({*blocks.candidates(kernel(plan.routine), m, n, deal.R, deal.C), plan.block})
+        return found
+    kind, shape = kernel(plan.routine), plan.shape
+    sizes = sorted({*blocks.candidates(kind, *shape, deal.R, deal.C), plan.block})
     at = sizes.index(plan.block)
-    found = [(f"tiles of {b}", time(deal.R, deal.C, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
-    every = _layers(plan.ranks, [plan.depth])
-    deals = [dealt(plan.routine, m, n, grid, None, plan.near, depth) for grid, depth in every]
-    grids = {(d.R, d.C): time(d.R, d.C, d.size) for d in deals if (d.R, d.C) != (deal.R, deal.C)}
-    best_grids = sorted(grids.items(), key=lambda item: item[1])[:RUNNERS_UP]
-    found += [(f"{R}×{C}", more) for (R, C), more in best_grids]
-    return [f"{name}: {_more(more)}" for name, more in found]
+    found += [line(f"tiles of {b}", other(plan.sizes, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
+    grids = {}
+    for grid, depth in _layers(plan.ranks, [plan.depth]):
+        each = dealt(plan.routine, *shape, grid, None, plan.near, depth)
+        if (each.R, each.C) != (deal.R, deal.C):
+            grids[each.R, each.C] = other(grid, each.size)
+    best_grids = sorted(grids.items(), key=lambda item: item[1].time.total)[:RUNNERS_UP]
+    return found + [line(f"{R}×{C}", each) for (R, C), each in best_grids]
+
+
+def _named(plan: LinalgPlan) -> str:
+    """Return the grid and the tiles of a plan as text."""
+    deal = plan.deal
+    return f"{_in_layers(deal)}{deal.R}×{deal.C} with tiles of {plan.block}"
+
+
+def _in_layers(deal: Deal) -> str:
+    return f"{deal.D} layers of " if deal.D > 1 else ""
 
 
 def _more(percent: float) -> str:

@@ -121,6 +121,11 @@ class Deal:
         """Return for every grid column the numbers of its columns of n, in order."""
         return dealt(n, self.size, self.C) + [NONE] * self._idle
 
+    def most(self, m: int, n: int) -> tuple[int, int]:
+        """Return how many of m rows and of n columns the first grid row and grid column have: no other has more."""
+        rows = cut_lengths(m, self.row_axes, self.sizes)[0] if self.shape == "strips" else None
+        return _first(m, self.size, self.R) if rows is None else rows, _first(n, self.size, self.C)
+
     def places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
         """Return the rows and columns of every rank, from those of every grid row and every grid column.
 
@@ -395,6 +400,16 @@ def _dealt(n: int, size: int, parts: int) -> tuple[Numbers, ...]:
         numbers = (np.arange(p * size, n, parts * size)[:, None] + tile).ravel()
         found.append(_kept(numbers[: np.searchsorted(numbers, n)]))
     return tuple(found)
+
+
+def _first(n: int, size: int, parts: int) -> int:
+    """Return how many numbers `dealt` gives the first part.
+
+    >>> _first(7, 2, 2)
+    4
+    """
+    rounds, left = divmod(n, size * parts)
+    return rounds * size + min(size, left)
 
 
 @lru_cache(maxsize=16)

@@ -227,6 +227,10 @@ def one_microbatch(schedule: Schedule) -> Schedule:
     return complete_schedule(name, count, schedule.stages, schedule.chunks, orders, asynchronous=True)
 
 
+FLUSHED = ", flushed"
+"""What the name of a schedule ends with that `forward_then_backward` made."""
+
+
 def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
     """Return a schedule of all forward passes, then all backward passes in the opposite order, for any number of
     microbatches on a schedule's ranks and chunks.
@@ -236,7 +240,7 @@ def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
         forward = list(_forward(schedule, rank, microbatches))
         back = [Instruction(Op.BACKWARD, i.chunk, i.microbatch) for i in reversed(forward)]
         orders.append([*forward, *back])
-    return complete_schedule(f"{schedule.name}, flushed", microbatches, schedule.stages, schedule.chunks, orders)
+    return complete_schedule(schedule.name + FLUSHED, microbatches, schedule.stages, schedule.chunks, orders)
 
 
 def _forward(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Instruction]:

@@ -14,7 +14,7 @@ from parlinalg.autograd import Parameter, Tensor, no_grad
 from parlinalg.autograd.parameter import settle
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
-from parlinalg.errors import CommError, ConfigError, ScheduleError
+from parlinalg.errors import CommError, ConfigError
 from parlinalg.parallel.clip import Gradients, examine
 from parlinalg.parallel.memory import ActivationMemory
 from parlinalg.parallel.reducer import GradientReducer
@@ -22,8 +22,8 @@ from parlinalg.pipeline.activation_memory import activation_memory
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.p2p import P2P
 from parlinalg.pipeline.run import ScheduleRun
-from parlinalg.pipeline.schedule import Schedule, forward_only, forward_then_backward
-from parlinalg.pipeline.schedules import make_schedule
+from parlinalg.pipeline.schedule import Schedule, forward_only
+from parlinalg.pipeline.schedules import of_fewer
 from parlinalg.pipeline.simulate import Span, validate
 from parlinalg.pipeline.tied import TiedParameters
 
@@ -199,13 +199,7 @@ class Worker:
         return self._others[key]
 
     def _fewer(self, microbatches: int) -> Schedule:
-        chunks = max(map(len, self.schedule.chunks)) if self.schedule.copies == 1 else None
-        try:
-            found = make_schedule(self.schedule.name, self.schedule.ranks, microbatches, chunks)
-        except ScheduleError:
-            found = forward_then_backward(self.schedule, microbatches)
-        if found.chunks != self.schedule.chunks:
-            found = forward_then_backward(self.schedule, microbatches)
+        found = of_fewer(self.schedule, microbatches)
         validate(found)
         return found
 

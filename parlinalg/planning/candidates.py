@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from parlinalg.errors import enumerated
+from parlinalg.errors import ScheduleError, enumerated
 from parlinalg.grid import factorizations
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.schemes import for_mode
 from parlinalg.sequence import ORDERS
 from parlinalg.train.choices import LANGUAGE
@@ -61,6 +62,9 @@ class Candidate:
         Of the tokens on a ring; None for what the configuration gives.
     offload : tuple of pairs of str
         What rests elsewhere, "optimizer", "activations", "parameters" or "gradients", and where: "host" or "disk".
+    asked : int or None
+        The microbatches that the configuration gives, where the samples are fewer and the schedule cannot take their
+        number: as in training, each step then has all forward passes before all backward passes.
     """
 
     data: int
@@ -77,6 +81,7 @@ class Candidate:
     experts: str | None = None
     order: str | None = None
     offload: Offload = ()
+    asked: int | None = None
 
     @property
     def frame(self) -> Frame:
@@ -140,7 +145,7 @@ class Candidate:
             offload = replace(offload, **away)
         schedule = None
         if self.pipeline > 1:
-            schedule = ScheduleConfig(str(self.schedule), self.microbatches, self.chunks)
+            schedule = ScheduleConfig(str(self.schedule), self.asked or self.microbatches, self.chunks)
         precision = config.precision
         if self.dtype != precision.dtype:
             precision = PrecisionConfig.parse("precision", self.dtype)
@@ -167,7 +172,7 @@ class Candidate:
         values.pop("gradient_accumulation", None)
         if self.pipeline > 1:
             chunks = {"chunks": self.chunks} if self.chunks else {}
-            values["schedule"] = {"name": self.schedule, "microbatches": self.microbatches, **chunks}
+            values["schedule"] = {"name": self.schedule, "microbatches": self.asked or self.microbatches, **chunks}
         elif self.microbatches > 1:
             values["gradient_accumulation"] = self.microbatches
         if "zero" not in given and self.zero:
@@ -356,12 +361,13 @@ class Space:
         data, pipeline, sequence, ulysses, tensor = frame
         for count in self.counts(frame):
             for name, chunks in self._schedules(pipeline, count):
+                asked = self._asked(pipeline, count, name, chunks)
                 for zero, again, dtype, experts, order in itertools.product(
                     self.stages(data), self.recompute, self.dtypes, self._experts(frame), self._orders(frame)
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts, order, self.offload,
+                        experts, order, self.offload, asked,
                     )  # fmt: skip
 
     def count(self, frame: Frame) -> int:
@@ -422,6 +428,15 @@ class Space:
     def _orders(self, frame: Frame) -> Sequence[str | None]:
         """Return the orders of tokens; without a ring every order is the same work for all."""
         return RING_ORDERS if frame.sequence > frame.ulysses and "sequence" not in self.parallel else (None,)
+
+    def _asked(self, pipeline: int, count: int, name: str | None, chunks: int | None) -> int | None:
+        """Return the microbatches that the configuration gives, if the schedule cannot take as few as there are."""
+        if self.uneven and name is not None and count < (given := self.config.microbatches(pipeline)):
+            try:
+                make_schedule(name, pipeline, count, chunks)
+            except ScheduleError:
+                return given
+        return None
 
     def _schedules(self, pipeline: int, count: int) -> Iterator[tuple[str | None, int | None]]:
         if pipeline == 1:

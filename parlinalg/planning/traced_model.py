@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from parlinalg.errors import ParlinalgError
-from parlinalg.pipeline.schedules import make_schedule
+from parlinalg.pipeline.schedule import FLUSHED, forward_then_backward
+from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
 from parlinalg.planning.machine import Machine
@@ -262,7 +263,10 @@ class TracedModel:
     # -------------------------------------------------------------------------------------------- meshes
     def mesh(self, c: Candidate) -> MeshSpec:
         """Return the mesh of a candidate."""
-        return resolve(c.apply(self.config, self.batch), self.ranks)
+        spec = resolve(c.apply(self.config, self.batch), self.ranks)
+        if c.asked is not None and spec.schedule is not None:
+            spec = replace(spec, schedule=of_fewer(spec.schedule, c.microbatches))
+        return spec
 
     def short_mesh(self, c: Candidate) -> MeshSpec:
         """Return the mesh, with a schedule of so many microbatches that more of them repeat what is there."""
@@ -271,7 +275,7 @@ class TracedModel:
     def rounds(self, c: Candidate) -> int:
         """Return the microbatches that are simulated: all, or a few times the ranks of the pipeline."""
         few = (3 if c.pipeline < 32 else 2) * c.pipeline
-        return c.microbatches if c.pipeline == 1 or c.microbatches <= few else few
+        return c.microbatches if c.pipeline == 1 or c.asked is not None or c.microbatches <= few else few
 
     def cuts(self, spec: MeshSpec) -> list[Cut]:
         """Return the layers of each stage of a mesh; without a pipeline, all of them."""
@@ -398,7 +402,11 @@ class TracedModel:
 @lru_cache(maxsize=64)
 def dependencies(name: str, ranks: int, microbatches: int, chunks: int | None) -> Dependencies:
     """Return the dependencies of a schedule, by which it is simulated with many costs."""
-    return replace(Dependencies.of(make_schedule(name, ranks, microbatches, chunks)), what=[])
+    if name.endswith(FLUSHED):
+        made = forward_then_backward(make_schedule(name.removesuffix(FLUSHED), ranks, ranks, chunks), microbatches)
+    else:
+        made = make_schedule(name, ranks, microbatches, chunks)
+    return replace(Dependencies.of(made), what=[])
 
 
 def most_events(parts: Sequence[Part]) -> int:

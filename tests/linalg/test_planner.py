@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from parlinalg import linalg
 from parlinalg.errors import PlanError
 from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import block_size, candidates, predicted
-from parlinalg.linalg.planner import ROUTINES, plan_linalg
+from parlinalg.linalg.planner import ROUTINES, SQUARE, plan_linalg
+from parlinalg.linalg.tiles import Deal, depths
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +198,104 @@ def test_layers_are_planned_where_they_save(routine):
             assert f"{plan.depth} layers of {plan.deal.R}×{plan.deal.C} on Grid" in plan.explain()
             least = sum(flat.memory.values())
             assert sum(plan.memory.values()) > least
-            assert plan_linalg(routine, 8192, ranks=ranks, memory=least, near=False).depth == 1
+            tight = plan_linalg(routine, 8192, ranks=ranks, memory=least, near=False)
+            assert tight.need <= least
+            assert tight.depth < plan.depth
+            assert tight == replace(flat, limit=least, faster=tight.faster) or (
+                tight.words < flat.words and tight.time.total < flat.time.total
+            )
     assert plan_linalg(routine, 8192, ranks=512, near=True).depth == 1
     assert plan_linalg(routine, 8192, sizes={"a": 8, "b": 4, "c": 2}, near=False, depth=2).deal.depth_axes == ("c",)
+
+
+def _every(routine, m, n, ranks=None, sizes=None, block=None, depth=None, **more):
+    """Return the plans of all grids, numbers of layers and sizes of tiles that are looked at."""
+    count = ranks or int(np.prod([*sizes.values()]))
+    known = routine in blocks.REPLICATED and not more["near"]
+    layers = [depth or 1]
+    if known and depth is None:
+        layers = depths(sizes) if sizes else [d for d in range(1, count + 1) if count % d == 0]
+    found = []
+    for d in layers:
+        rows = [r for r in range(1, count // d + 1) if count // d % r == 0]
+        for grid in [sizes] if sizes else [{"d": d, "r": r, "c": count // d // r} for r in rows]:
+            own = plan_linalg(routine, m, n, sizes=grid, depth=d, **more)
+            most = candidates(own.kernel, *own.shape, own.deal.R, own.deal.C)[-1]
+            for b in [block] if block else [b for b in blocks.SIZES if b <= most]:
+                found.append(plan_linalg(routine, m, n, sizes=grid, block=b, depth=d, **more))
+    return found
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("routine", ROUTINES)
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"ranks": 1}, {"ranks": 6}, {"ranks": 8}, {"ranks": 8, "near": False}, {"ranks": 6, "near": False},
+        {"sizes": {"a": 2, "b": 4}, "near": False}, {"ranks": 6, "block": 48}, {"ranks": 8, "depth": 2, "near": False},
+        {"ranks": 8, "depth": 2, "near": False, "block": 32},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(700, 700), (2100, 300), (40, 40)], ids=str)
+def test_the_fastest_plan_that_fits_is_taken(routine, keywords, shape):
+    m, n = shape
+    keywords = {"near": True, "sides": 5, **keywords}
+    if (m != n and routine in SQUARE) or (keywords.get("depth", 1) > 1 and routine not in blocks.REPLICATED):
+        return
+    fastest = plan_linalg(routine, m, n, **keywords)
+    assert plan_linalg(routine, m, n, memory=fastest.need, **keywords).faster is None
+    with pytest.raises(PlanError, match="no other plan needs less; give that or more ranks") as error:
+        plan_linalg(routine, m, n, memory=1, **keywords)
+    named = re.search(r"needs about ([\d.,]+ \w+) a rank on ", str(error.value))[1]
+    least = plan_linalg(routine, m, n, memory=named, **keywords)
+    assert least.need <= fastest.need
+    needs = {each.need for each in _every(routine, m, n, **keywords)}
+    while least.need > min(needs):  # every plan that is chosen fits
+        plan = plan_linalg(routine, m, n, memory=least.need - 1, **keywords)
+        assert plan.need < least.need
+        least = plan
+    with pytest.raises(PlanError, match=f"needs about {named} a rank"):
+        plan_linalg(routine, m, n, memory=least.need - 1, **keywords)
+    for memory in {least.need, (least.need + fastest.need) // 2, fastest.need - 1}:
+        if not least.need <= memory < fastest.need:
+            continue
+        plan = plan_linalg(routine, m, n, memory=memory, **keywords)
+        assert plan.need <= memory
+        assert plan.faster == replace(fastest, limit=memory)
+        assert " a rank, more than " in plan.explain()
+        if routine not in blocks.REDUCTIONS:
+            flat = [
+                each
+                for each in _every(routine, m, n, **keywords)
+                if each.need <= memory and each.depth == keywords.get("depth", 1)
+            ]
+            assert not flat or plan.time.total <= min(each.time.total for each in flat) * (1 + 1e-12)
+
+
+@pytest.mark.serial
+def test_what_the_memory_rules_out_is_named():
+    fastest = plan_linalg("cholesky", 8192, ranks=64)
+    assert fastest.depth > 1
+    plan = plan_linalg("cholesky", 8192, ranks=64, memory="40MiB")
+    assert (plan.depth, plan.faster.depth) == (1, fastest.depth)
+    assert plan.need <= 40 << 20 < fastest.need
+    text = plan.explain()
+    assert re.search(r"others +\d layers of \d+×\d+ with tiles of \d+: \d+% less time, but it needs ", text), text
+    assert f"but it needs {fastest.need / 2**20:.1f}"[:-1] in text
+    assert " MiB a rank, more than 40.00 MiB" in text
+    assert "but it needs" not in plan_linalg("cholesky", 8192, ranks=64, memory="1GiB").explain()
+
+
+@pytest.mark.serial
+def test_the_rows_and_columns_of_the_fullest_rank_are_counted():
+    for sizes, shape, size in itertools.product(
+        [{"r": 1}, {"r": 2, "c": 3}, {"a": 3, "b": 2, "c": 2}], ["square", "tall", "strips", "wide"], [1, 5, 16]
+    ):
+        deal = Deal(sizes, size, shape)
+        for m, n in itertools.product([0, 1, 4, 15, 16, 17, 95, 96, 97, 200], repeat=2):
+            assert deal.most(m, n) == (len(deal.rows(m)[0]), len(deal.columns(n)[0]))
+            assert deal.most(m, n) == (max(map(len, deal.rows(m))), max(map(len, deal.columns(n))))
 
 
 @pytest.mark.serial
@@ -267,3 +365,6 @@ def test_plans_of_large_matrices_are_made_in_seconds():
     start = time.process_time()
     assert pla.plan_linalg("cholesky", 1_000_000, ranks=4).words == 500_111_994_882
     assert time.process_time() - start < 4
+    start = time.process_time()
+    assert pla.plan_linalg("cholesky", 8_000_000, ranks=1024).words == 2_064_081_102_084
+    assert time.process_time() - start < 10

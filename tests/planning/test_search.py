@@ -24,7 +24,8 @@ from parlinalg.datasets import Loader
 from parlinalg.errors import ConfigError, PlanError
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim import Muon
-from parlinalg.pipeline.schedules import discover, make_schedule
+from parlinalg.pipeline.schedule import FLUSHED
+from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds
@@ -514,6 +515,33 @@ def test_microbatches_of_all_samples_are_those_of_training(more, microbatches, t
         rows = max(part.x.shape[0] for part in batch)
     model = TracedModel(load(given), 2, load_machine("v100"), 64)
     assert model.rows(made.best[0].candidate) == rows
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked", "samples"),
+    [("interleaved", 16, 13), ("interleaved", 4, 1), ("chimera", 4, 1), ("chimera", 4, 3), ("interleaved", 16, 12)],
+)
+def test_a_schedule_that_does_not_suit_all_samples_is_planned_as_training_runs_it(schedule, asked, samples, tmp_path):
+    """Training then makes all forward passes before all backward passes; the file keeps the microbatches given."""
+    form = {"data": 1, "pipeline": 2, "sequence": 1, "tensor": 1}
+    given = few_samples(
+        tmp_path, samples, parallel=form, zero=0, schedule={"name": schedule, "microbatches": asked},
+        model={"name": "mlp", "hidden": [8, 8, 8, 8]},
+    )  # fmt: skip
+    made = pla.plan_training(given, ranks=2, machine="v100")
+    (first,) = made.best
+    model = TracedModel(load(given), 2, load_machine("v100"), 64)
+    runs = of_fewer(resolve(load(given), 2).schedule, samples)
+    assert runs.name.startswith(schedule)
+    assert runs.name.endswith(FLUSHED) == (samples in (1, 13))
+    assert model.mesh(first.candidate).schedule == model.short_mesh(first.candidate).schedule == runs or samples == 12
+    assert first.candidate.microbatches == runs.microbatches == samples
+    written = load(made.configuration).microbatches(2)
+    assert written == (asked if samples in (1, 13) else samples)
+    assert of_fewer(resolve(load(made.configuration), 2).schedule, samples) == runs
+    bounds, predictor = Bounds(model), Predictor(model)
+    assert bounds.seconds(first.candidate) <= predictor.full(first.candidate).seconds
+    assert bounds.static_memory(first.candidate) <= predictor.full(first.candidate).bytes
 
 
 BIG = {

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import Chunk, Schedule
+from parlinalg.pipeline.schedule import Chunk, Schedule, forward_then_backward
 
-__all__ = ["ScheduleFile", "discover", "make_schedule"]
+__all__ = ["ScheduleFile", "discover", "make_schedule", "of_fewer"]
 
 
 class ScheduleFile(Protocol):
@@ -71,6 +71,19 @@ def make_schedule(
             raise ScheduleError(f"{name} with {what}={value!r}: it takes a whole number of at least 1")
     with _MAKING:  # ranks that are imagined together ask for the same one at the same time
         return _generated(name, ranks, microbatches, chunks, every)
+
+
+def of_fewer(schedule: Schedule, microbatches: int) -> Schedule:
+    """Return the schedule of a synchronous step with fewer microbatches, on the same chunks.
+
+    Where the schedule cannot take their number, all forward passes come before all backward passes.
+    """
+    chunks = max(map(len, schedule.chunks)) if schedule.copies == 1 else None
+    try:
+        found = make_schedule(schedule.name, schedule.ranks, microbatches, chunks)
+    except ScheduleError:
+        return forward_then_backward(schedule, microbatches)
+    return found if found.chunks == schedule.chunks else forward_then_backward(schedule, microbatches)
 
 
 _MAKING = threading.Lock()
