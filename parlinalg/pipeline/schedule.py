@@ -228,7 +228,7 @@ def one_microbatch(schedule: Schedule) -> Schedule:
 
 
 FLUSHED = ", flushed"
-"""What the name of a schedule ends with that `forward_then_backward` made."""
+"""The end of the names that `forward_then_backward` gives."""
 
 
 def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:

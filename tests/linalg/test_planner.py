@@ -17,6 +17,7 @@ from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import block_size, candidates, predicted
 from parlinalg.linalg.planner import ROUTINES, SQUARE, plan_linalg
 from parlinalg.linalg.tiles import Deal, depths
+from parlinalg.units import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +256,7 @@ def test_the_fastest_plan_that_fits_is_taken(routine, keywords, shape):
         plan = plan_linalg(routine, m, n, memory=least.need - 1, **keywords)
         assert plan.need < least.need
         least = plan
+    assert named == format_bytes(least.need, up=True)
     with pytest.raises(PlanError, match=f"needs about {named} a rank"):
         plan_linalg(routine, m, n, memory=least.need - 1, **keywords)
     for memory in {least.need, (least.need + fastest.need) // 2, fastest.need - 1}:
