@@ -96,8 +96,11 @@ MOVE_COMMON = 1 << 18
 TILES_MOVED = 1 << 18
 """Elements a rank that travel at a time between rest and a factorization: few enough to stay in the cache."""
 
+LONG_SUM = 1 << 19
+"""Bytes from which between nodes a blocking all-reduce goes in two steps."""
+
 LONG_MESSAGE = 1 << 20
-"""Bytes from which between nodes an all-reduce goes in two steps, and a broadcast among any number along a chain."""
+"""Bytes from which between nodes a broadcast among any number of ranks goes along a chain."""
 
 CHAIN_PIECE = 1 << 18
 """The most bytes that a broadcast along a chain passes on at a time."""

@@ -119,14 +119,13 @@ def reduce_scatter_terms(comm: MpiComm, send: Any, recv: Any, counts: Sequence[i
     return handle
 
 
-def all_reduce_terms(comm: MpiComm, buffer: Any, op: str, wait: bool) -> Handle:
-    n, size = buffer.size, comm.size
+def all_reduce_in_two(comm: MpiComm, buffer: Any, op: str, wait: bool) -> Handle:
+    """Reduce-scatter and all-gather: the words of an all-reduce."""
+    flat, n, size = buffer.reshape(-1), buffer.size, comm.size
     counts = [n // size + (r < n % size) for r in range(size)]
-    own = np.empty(counts[comm.rank], buffer.dtype)
-    if not wait:
-        return _AllReduce(comm, buffer, own, counts, op)
-    reduce_scatter_terms(comm, buffer, own, counts, op, True)
-    return comm._all_gather(own, buffer, counts, True)
+    own = backend_of(buffer).empty((counts[comm.rank],), buffer.dtype)
+    first = comm._reduce_scatter(flat, own, counts, op, wait)
+    return comm._all_gather(own, flat, counts, True) if wait else _AllReduce(comm, first, flat, own, counts)
 
 
 class _AllReduce(TwoPhase):
@@ -134,9 +133,9 @@ class _AllReduce(TwoPhase):
 
     __slots__ = ("_buffer", "_counts", "_own")
 
-    def __init__(self, comm: MpiComm, buffer: Any, own: Any, counts: list[int], op: str) -> None:
+    def __init__(self, comm: MpiComm, first: Handle, buffer: Any, own: Any, counts: list[int]) -> None:
         self._buffer, self._own, self._counts = buffer, own, counts
-        super().__init__(comm, reduce_scatter_terms(comm, buffer, own, counts, op, False))
+        super().__init__(comm, first)
 
     def _start_second(self, comm: MpiComm) -> Handle:
         return comm._all_gather(self._own, self._buffer, self._counts, False)

@@ -21,7 +21,7 @@ from parlinalg import tunables
 from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
 from parlinalg.comm import split
-from parlinalg.comm.algorithms import Chain, SumInPlace, TwoPhase, all_reduce_terms, reduce_scatter_terms
+from parlinalg.comm.algorithms import Chain, SumInPlace, TwoPhase, all_reduce_in_two, reduce_scatter_terms
 from parlinalg.comm.base import DONE, Block, Comm, Following, Handle, by_terms
 from parlinalg.comm.check import failed_in_mpi
 from parlinalg.comm.ledger import Book
@@ -279,7 +279,7 @@ class MpiComm(Comm):
         if not isinstance(buffer, np.ndarray) and (_by_terms(buffer.dtype, op) or not self._reads_gpu(buffer)):
             return through_host(buffer, buffer, lambda _, b: self._all_reduce(b, op, wait), wait)
         if _by_terms(buffer.dtype, op):
-            return all_reduce_terms(self, buffer, op, wait)
+            return all_reduce_in_two(self, buffer, op, wait)
         if self.terms and op == "sum" and (terms := beside(self, buffer)) is not None:
             handle = SumInPlace(self, terms)
             if wait:
@@ -287,8 +287,8 @@ class MpiComm(Comm):
             return handle
         if buffer.size > tunables.MAX_COUNT:
             return split.all_reduce(self, buffer, op, wait)
-        if wait and buffer.nbytes >= tunables.LONG_MESSAGE and self.local_size < self.size:
-            return self._all_reduce_in_two(buffer, op)
+        if wait and buffer.nbytes >= tunables.LONG_SUM and self.local_size < self.size:
+            return all_reduce_in_two(self, buffer, op, wait)  # faster on a network than MPICH's own
         spec = (buffer, buffer.size, reduction_type(buffer.dtype))
         if wait:
             self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
@@ -298,14 +298,6 @@ class MpiComm(Comm):
     def barrier_of(self, op: str) -> Handle:
         """Return a nonblocking barrier, which is a part of this operation."""
         return MpiHandle(self, op, self.mpi.Ibarrier(), None)
-
-    def _all_reduce_in_two(self, buffer: Block, op: str) -> Handle:
-        """Reduce-scatter and all-gather: the same words, and faster on a network than MPICH's own all-reduce."""
-        flat, n = buffer.reshape(-1), buffer.size
-        counts = [n // self.size + (r < n % self.size) for r in range(self.size)]
-        own = backend_of(buffer).empty((counts[self.rank],), buffer.dtype)
-        self._reduce_scatter(flat, own, counts, op, True)
-        return self._all_gather(own, flat, counts, True)
 
     def _reduce(self, send: Block, recv: Block, root: int, op: str, wait: bool) -> Handle:
         kind = reduction_type(send.dtype)

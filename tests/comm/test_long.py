@@ -15,7 +15,7 @@ def test_an_all_reduce_in_two_steps(op: str, n: int, world, monkeypatch: pytest.
 
     terms = np.arange(world.size)[:, None] * 7 % 5 + np.arange(n) % 11.0
     expected = getattr(terms, op)(0)
-    tune(LONG_MESSAGE=1)
+    tune(LONG_SUM=1)
     monkeypatch.setattr(world, "local_size", 1)
     buffer = terms[world.rank].copy()
     with ledger(world) as book:
