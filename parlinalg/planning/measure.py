@@ -7,9 +7,9 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from time import perf_counter, sleep, thread_time
 from typing import Any
 
@@ -720,7 +720,7 @@ def _link(
     processor = _processor(comm, backend, groups[-1], most)
     for group in groups:
         group.free()
-    own = {op: [(p, float(n), median(s)) for (p, n), s in found.items()] for op, found in times.items()}
+    own = {op: [(p, float(n), median_low(s)) for (p, n), s in found.items()] for op, found in times.items()}
     first = comm.share(own)[members[0]]  # whose groups are whole; the last of an odd number has one without a partner
     points = {op: [(p, n, s) for p, n, s in rows] for op, rows in first.items()}
     latency = min(s for _, _, s in points["send"])
@@ -792,26 +792,31 @@ def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tu
 
 
 def _together(comm: Comm, call: Callable[[], Any]) -> float:
-    """Return the seconds of a call on the slowest rank, of calls that follow each other: the median of rounds.
+    """Return the seconds of a call, of calls that follow each other: the median of rounds, and of the ranks that take
+    part.  A round has the mean of short calls, and the median of long ones, of which some take twice their time.
 
-    Ranks that outnumber their cores begin a round one after the other, so that a call alone would tell that time.
+    Ranks that outnumber their cores begin a round one after the other, and the first call brings them into step: it is
+    not counted.
     """
-    call()
-    times: list[float] = []
+    rounds: list[float] = []
     calls = LEAST_CALLS
-    while len(times) < 3:
+    while len(rounds) < 3:
         comm.barrier()
-        start = perf_counter()
+        call()
+        times = [perf_counter()]
         for _ in range(calls):
             call()
-        seconds = max(comm.share((perf_counter() - start) / calls))
+            times.append(perf_counter())
+        own = median(b - a for a, b in pairwise(times)) if calls == LEAST_CALLS else (times[-1] - times[0]) / calls
+        every = comm.share(own)
+        seconds = median(s for s in every if 2 * s >= max(every))
         if seconds > ROUND_SECONDS:  # long, and its beginning no matter
             return seconds
         if calls == LEAST_CALLS and seconds * calls < ROUND_SECONDS:
             calls = max(calls + 1, min(MOST_CALLS, int(ROUND_SECONDS / seconds)))
         else:
-            times.append(seconds)
-    return median(times)
+            rounds.append(seconds)
+    return median(rounds)
 
 
 def bounded(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
@@ -904,7 +909,7 @@ def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
 
     counts = [0, *(max(1, int(seconds / one)) for seconds in TURN_SECONDS)]
     every = [(count, call) for count in counts for call in (lambda: None, *calls)]
-    passes = [[timed(count, call) for count, call in every] for _ in range(3 * PASSES)]  # a difference of long times
+    passes = [[timed(count, call) for count, call in every] for _ in range(6 * PASSES)]  # a difference of long times
     middle = [median(times) for times in zip(*passes, strict=True)]
     table = [middle[i : i + 3] for i in range(0, len(middle), 3)]
     alone = sum(table[0][1:])

@@ -172,6 +172,24 @@ def test_slowdown_is_that_of_polls_while_nothing_arrives(monkeypatch: pytest.Mon
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize(("base", "more"), [(0.1, [0.06, 0.0]), (0.015, [0.01, 0.0]), (0.001, [])])
+def test_a_call_that_takes_long_does_not_make_all_longer(
+    base: float, more: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call after a barrier is slow, and one of three long ones; of two ranks one takes no part."""
+    clock, round_calls = [0.0], [0]
+    comm = SimpleNamespace(barrier=lambda: round_calls.__setitem__(0, 0), share=lambda seconds: [seconds, 1e-9])
+
+    def call() -> None:
+        at = round_calls[0]
+        round_calls[0] += 1
+        clock[0] += 3 * base if at == 0 else base + (more[at - 1] if at <= len(more) else 0.0)
+
+    monkeypatch.setattr(measure, "perf_counter", lambda: clock[0])
+    assert measure._together(cast(Comm, comm), call) == pytest.approx(base)
+
+
+@pytest.mark.serial
 def test_long_operations_are_measured_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a link of 200 Mbit/s, all up to the first that takes longer than a round, the two after it half as often."""
     asked: list[int] = []
