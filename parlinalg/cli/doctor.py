@@ -24,8 +24,9 @@ from parlinalg.comm.startup import about_mpi, bytes_held, clean, leftovers, repo
 from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.planning.link_times import BANDWIDTH_BYTES, collectives
 from parlinalg.planning.machine import load_machine, machine_text
-from parlinalg.planning.measure import BANDWIDTH_BYTES, collectives, measure_disk, measure_machine
+from parlinalg.planning.measure import measure_disk, measure_machine
 from parlinalg.units import format_bytes
 
 EXTRAS = (

@@ -22,7 +22,8 @@ from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.grid import Grid, factorizations
 from parlinalg.layout import Layout
-from parlinalg.planning.measure import BANDWIDTH_BYTES, DeviceClock, collectives
+from parlinalg.planning.kernel_rates import DeviceClock
+from parlinalg.planning.link_times import BANDWIDTH_BYTES, collectives
 from parlinalg.units import format_bytes
 
 Block = Any

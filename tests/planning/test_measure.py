@@ -19,29 +19,30 @@ from parlinalg.backend.numpy import NUMPY
 from parlinalg.cli import doctor
 from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError, OffloadError
-from parlinalg.planning import measure
+from parlinalg.planning import kernel_rates, link_times, measure
 from parlinalg.planning.machine import OPERATIONS, STEPS, GemmRate, load_machine, machine_text, parse_machine
 
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few points, each measured for a moment."""
-    monkeypatch.setattr(measure, "GEMMS", measure.GEMMS[:3])
-    monkeypatch.setattr(measure, "ON_GPU", ())  # too large for the stand-in
-    monkeypatch.setattr(measure, "SUMS", measure.SUMS[:2])
-    monkeypatch.setattr(measure, "RECEIVED", measure.RECEIVED[:3])
-    monkeypatch.setattr(measure, "POINT_SECONDS", 0.002)
+    monkeypatch.setattr(kernel_rates, "GEMMS", kernel_rates.GEMMS[:3])
+    monkeypatch.setattr(kernel_rates, "ON_GPU", ())  # too large for the stand-in
+    for module in (kernel_rates, measure):
+        monkeypatch.setattr(module, "SUMS", kernel_rates.SUMS[:2])
+    monkeypatch.setattr(link_times, "RECEIVED", link_times.RECEIVED[:3])
+    monkeypatch.setattr(kernel_rates, "POINT_SECONDS", 0.002)
     for name in ("ROWS", "ROWS_ON_GPU"):
-        monkeypatch.setattr(measure, name, ((64, 256), (128, 256)))
-    monkeypatch.setattr(measure, "SHORT", (48, 256))
-    monkeypatch.setattr(measure, "FAR", 1 << 20)
-    monkeypatch.setattr(measure, "PASSES", 1)
-    monkeypatch.setattr(measure, "MORE_PASSES", 1)
-    monkeypatch.setattr(measure, "BESIDE_BYTES", 1 << 12)
-    monkeypatch.setattr(measure, "TURNS", 1)
-    monkeypatch.setattr(measure, "BESIDE_SUMS", (1 << 8, 1 << 12))
-    monkeypatch.setattr(measure, "WAIT_SECONDS", 0.02)
-    monkeypatch.setattr(measure, "TURN_SECONDS", (0.0005, 0.001))
+        monkeypatch.setattr(kernel_rates, name, ((64, 256), (128, 256)))
+    monkeypatch.setattr(kernel_rates, "SHORT", (48, 256))
+    monkeypatch.setattr(kernel_rates, "FAR", 1 << 20)
+    monkeypatch.setattr(link_times, "PASSES", 1)
+    monkeypatch.setattr(link_times, "MORE_PASSES", 1)
+    monkeypatch.setattr(link_times, "BESIDE_BYTES", 1 << 12)
+    monkeypatch.setattr(link_times, "TURNS", 1)
+    monkeypatch.setattr(link_times, "BESIDE_SUMS", (1 << 8, 1 << 12))
+    monkeypatch.setattr(link_times, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(link_times, "TURN_SECONDS", (0.0005, 0.001))
 
 
 FUSED = {"forward 64": 2e12, "backward 64": 1e12, "forward 128": 0.0, "backward 128": 0.0}
@@ -49,7 +50,7 @@ FUSED = {"forward 64": 2e12, "backward 64": 1e12, "forward 128": 0.0, "backward 
 
 @pytest.mark.timeout(150)
 def test_measured_machine(brief, world, backend, monkeypatch) -> None:
-    monkeypatch.setattr(measure, "_fused_attention", lambda backend: FUSED)
+    monkeypatch.setattr(measure, "fused_attention_rates", lambda backend: FUSED)
     found = measure.measure_machine(world, "here")
     assert found.fused_attention == "library"
     assert parse_machine(machine_text(found), "here.toml").name == "here"
@@ -64,7 +65,7 @@ def test_measured_machine(brief, world, backend, monkeypatch) -> None:
     if backend == "numpy":  # on a GPU each copy is a launch, as any operation
         assert found.kernels.piece is not None
         assert 0 <= found.kernels.piece < 1e-2
-    assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
+    assert len(found.overlap.turns) == (len(link_times.TURN_SECONDS) if world.size > 1 else 0)
     assert 0 <= found.overlap.waiting <= 1
     assert 0 <= found.overlap.receiving <= 1
     if world.size > 1:
@@ -79,14 +80,14 @@ def test_measured_machine(brief, world, backend, monkeypatch) -> None:
             on_node = p if found.network is None else found.ranks_per_node  # a point is of ranks that are alone there
             again = found.transfer(op, nbytes, p, p, on_node, world.size).total
             assert again == pytest.approx(seconds, rel=1e-6)
-        assert min(measure._beside(world, NUMPY, world, "all_gather", world.size, across=True)) > 0
-        assert 0 <= measure._slowdown(world, NUMPY) <= 10
+        assert min(link_times._beside(world, NUMPY, world, "all_gather", world.size, across=True)) > 0
+        assert 0 <= link_times.poll_slowdown(world, NUMPY) <= 10
 
 
 @pytest.mark.serial
 def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets are used in turn, as many as have the bytes together, and each result lives until its set's next turn."""
-    monkeypatch.setattr(measure, "FAR", 3 * 24)
+    monkeypatch.setattr(kernel_rates, "FAR", 3 * 24)
     seen, alive = [], []
 
     def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -95,7 +96,7 @@ def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         alive.append(weakref.ref(made))
         return made
 
-    call = measure._in_turn(add, NUMPY, [np.ones(1), np.ones(1)], 24)
+    call = kernel_rates._in_turn(add, NUMPY, [np.ones(1), np.ones(1)], 24)
     assert len(set(seen)) == len(seen) == 3
     call()
     assert seen[3] == seen[0]
@@ -162,9 +163,12 @@ def test_slowdown_is_that_of_polls_while_nothing_arrives(monkeypatch: pytest.Mon
     backend = SimpleNamespace(
         zeros=np.zeros, xp=SimpleNamespace(matmul=product), synchronize=lambda: None, cuda=False, name="numpy"
     )
-    monkeypatch.setattr(measure, "_layers", lambda grid: lambda: (layers(), [each.poll() for each in grid.polled]))
-    monkeypatch.setattr(measure, "perf_counter", lambda: now)
-    assert measure._slowdown(cast(Any, comm), cast(Any, backend)) == pytest.approx(0.75 / 4)
+    monkeypatch.setattr(
+        link_times, "small_layers", lambda grid: lambda: (layers(), [each.poll() for each in grid.polled])
+    )
+    for module in (kernel_rates, link_times):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+    assert link_times.poll_slowdown(cast(Any, comm), cast(Any, backend)) == pytest.approx(0.75 / 4)
     begun, sent = log.index("receive from 1"), log.index("send")
     assert log[begun + 1 : begun + 7] == ["layers", "poll", "product", "poll", "product", "poll"]
     assert set(log[begun + 7 : sent - 1]) == {"layers", "product", "poll"}
@@ -185,8 +189,8 @@ def test_a_call_that_takes_long_does_not_make_all_longer(
         round_calls[0] += 1
         clock[0] += 3 * base if at == 0 else base + (more[at - 1] if at <= len(more) else 0.0)
 
-    monkeypatch.setattr(measure, "perf_counter", lambda: clock[0])
-    assert measure._together(cast(Comm, comm), call) == pytest.approx(base)
+    monkeypatch.setattr(link_times, "perf_counter", lambda: clock[0])
+    assert link_times._together(cast(Comm, comm), call) == pytest.approx(base)
 
 
 @pytest.mark.serial
@@ -203,15 +207,15 @@ def test_long_operations_are_measured_in_fewer_passes(monkeypatch: pytest.Monkey
 
     comm = SimpleNamespace(size=2, rank=0, nodes=(0, 1), share=lambda x: [x, x])
     comm.sub = lambda ranks, axes: SimpleNamespace(size=2, rank=0, free=lambda: None)
-    monkeypatch.setattr(measure, "_received", received)
-    monkeypatch.setattr(measure, "_together", takes)
-    monkeypatch.setattr(measure, "_beside", lambda *args: (1.0, 1.0))
-    monkeypatch.setattr(measure, "_processor", lambda *args: 0.0)
-    link = measure._link(cast(Any, comm), NUMPY, [0, 1], 1, "by hand", 1.0)
+    monkeypatch.setattr(link_times, "_received", received)
+    monkeypatch.setattr(link_times, "_together", takes)
+    monkeypatch.setattr(link_times, "_beside", lambda *args: (1.0, 1.0))
+    monkeypatch.setattr(link_times, "_processor", lambda *args: 0.0)
+    link = link_times.measured_link(cast(Any, comm), NUMPY, [0, 1], 1, "by hand", 1.0)
     assert link is not None
-    assert [n for _, n, _ in link.operation("send").points] == list(measure.RECEIVED)
-    times = [asked.count(n) // len(OPERATIONS) for n in measure.RECEIVED]
-    long = sum(n / 25e6 > measure.ROUND_SECONDS for n in measure.RECEIVED) - 1
+    assert [n for _, n, _ in link.operation("send").points] == list(link_times.RECEIVED)
+    times = [asked.count(n) // len(OPERATIONS) for n in link_times.RECEIVED]
+    long = sum(n / 25e6 > link_times.ROUND_SECONDS for n in link_times.RECEIVED) - 1
     assert (long, times) == (2, [4] * (len(times) - 2) + [2] * 2)
 
 
@@ -220,13 +224,13 @@ def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.Monk
     """A pass follows each operation, forward and backward, and its time does not count."""
     passes = []
 
-    def poll(self: measure._Passes) -> None:
+    def poll(self: kernel_rates.Passes) -> None:
         passes.append(self)
         self.seconds += 1.0
 
-    monkeypatch.setattr(measure._Passes, "poll", poll)
-    assert measure._overhead(NUMPY, GemmRate(1e15, "by hand")) < 1e-7
-    assert len(passes) >= 4 * measure.CHAIN * 8  # four runs; norm, product, GELU and sum of each layer, both ways
+    monkeypatch.setattr(kernel_rates.Passes, "poll", poll)
+    assert kernel_rates.overhead(NUMPY, GemmRate(1e15, "by hand")) < 1e-7
+    assert len(passes) >= 4 * kernel_rates.CHAIN * 8  # four runs; norm, product, GELU and sum of each layer, both ways
 
 
 @pytest.mark.serial
@@ -235,33 +239,33 @@ def test_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) 
     packed = []
 
     def called(pack: Callable[[np.ndarray], np.ndarray], backend: object, arrays: list[np.ndarray], nbytes: int) -> str:
-        rows, width = measure.PIECE
+        rows, width = kernel_rates.PIECE
         block = np.arange(arrays[0].size, dtype=np.float32).reshape(arrays[0].shape)
-        packed.append(pack(block).reshape(measure.CHAIN, rows, width))
+        packed.append(pack(block).reshape(kernel_rates.CHAIN, rows, width))
         assert np.array_equal(np.concatenate(list(packed[0]), axis=1), block)
         assert nbytes == 2 * block.nbytes
         return "the call"
 
-    monkeypatch.setattr(measure, "_in_turn", called)
-    monkeypatch.setattr(measure, "_seconds", lambda call, backend: 4.0 * (call == "the call"))
-    assert measure._pieces(NUMPY) == 4.0 / measure.CHAIN
+    monkeypatch.setattr(kernel_rates, "_in_turn", called)
+    monkeypatch.setattr(kernel_rates, "seconds_of", lambda call, backend: 4.0 * (call == "the call"))
+    assert kernel_rates.piece_seconds(NUMPY) == 4.0 / kernel_rates.CHAIN
     assert len(packed) == 1
 
 
 @pytest.mark.serial
 def test_fused_attention_without_a_backward_kernel_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal takes no time, and is no rate."""
-    monkeypatch.setattr(measure, "ATTENTION", (1, 64, 128))
-    monkeypatch.setattr(measure.cudnn, "attention", lambda q, k, v, band, scale: (q, np.zeros(q.shape[:-1])))
-    monkeypatch.setattr(measure.cudnn, "attention_grad", lambda dout, q, *others: q.shape[-1] == 64)
-    monkeypatch.setattr(measure, "_seconds", lambda call, backend: 0.5)
+    monkeypatch.setattr(kernel_rates, "ATTENTION", (1, 64, 128))
+    monkeypatch.setattr(kernel_rates.cudnn, "attention", lambda q, k, v, band, scale: (q, np.zeros(q.shape[:-1])))
+    monkeypatch.setattr(kernel_rates.cudnn, "attention_grad", lambda dout, q, *others: q.shape[-1] == 64)
+    monkeypatch.setattr(kernel_rates, "seconds_of", lambda call, backend: 0.5)
     backend = SimpleNamespace(cuda=True, from_host=lambda x: x, xp=np)
-    found = measure._fused_attention(cast(Any, backend))
+    found = kernel_rates.fused_attention_rates(cast(Any, backend))
     pairs = 128 * 64 * 65 // 2
     assert found == {"forward 64": 8.0 * pairs, "backward 64": 20.0 * pairs, "forward 128": 0.0, "backward 128": 0.0}
-    (rates,) = measure._fused_rates(found, "by hand").values()
+    (rates,) = kernel_rates.fused_table(found, "by hand").values()
     assert (rates.forward, rates.backward) == (((64.0, 8.0 * pairs),), ((64.0, 20.0 * pairs),))
-    assert measure._fused_rates(dict.fromkeys(found, 0.0), "by hand") == {}
+    assert kernel_rates.fused_table(dict.fromkeys(found, 0.0), "by hand") == {}
 
 
 @pytest.mark.serial
@@ -269,18 +273,18 @@ def test_scores_and_products_of_attention() -> None:
     """Causal attention of 2 × 4 heads over 16 tokens in one block: both products of all scores, in the given time."""
     samples = {name: a.astype(np.float32) for name, a in kernels.samples(16, 8).items()}
     example = next(e for e in kernels.examples() if e.name == "attention, causal")
-    found = measure._attention(example, samples, GemmRate(1e9, "by hand"), 0.0)
+    found = kernel_rates._attention(example, samples, GemmRate(1e9, "by hand"), 0.0)
     scores, seconds = found["attention.forward"]
     assert scores == 8 * 16 * 16
     assert seconds == pytest.approx(2 * 2 * scores * 64 / 1e9)
     other = next(e for e in kernels.examples() if not e.name.startswith("attention"))
-    assert measure._attention(other, samples, GemmRate(1e9, "by hand"), 0.0) == {}
+    assert kernel_rates._attention(other, samples, GemmRate(1e9, "by hand"), 0.0) == {}
 
 
 @pytest.mark.serial
 def test_rates_by_size() -> None:
     found = {"rate exp 10": 3.0, "rate exp 5": 2.0, "overhead": 1.0, "rate a.b 7": 4.0}
-    assert measure._rates(found) == {"exp": ((5.0, 2.0), (10.0, 3.0)), "a.b": ((7.0, 4.0),)}
+    assert kernel_rates.rate_rows(found) == {"exp": ((5.0, 2.0), (10.0, 3.0)), "a.b": ((7.0, 4.0),)}
 
 
 @pytest.mark.serial
@@ -288,7 +292,7 @@ def test_steps_are_found() -> None:
     """Latencies that grow with the ranks less one are a ring's; bytes reach a share of the bandwidth."""
     for steps, count in STEPS.items():
         rows = [(p, n, 1e-5 * count(p) + n / 5e8) for p in (2, 4, 8, 16) for n in (8.0, 1e6)]
-        found = measure._operation(rows, 1e9).algorithms[0]
+        found = link_times._operation(rows, 1e9).algorithms[0]
         assert found.steps == {"there and back": "ring"}.get(steps, steps)  # twice as many steps of a ring
         assert found.latency * STEPS[found.steps](8) == pytest.approx(1e-5 * count(8), rel=0.01)
         assert found.efficiency == pytest.approx(0.5, rel=0.01)
@@ -298,7 +302,7 @@ def test_steps_are_found() -> None:
 def test_formula_of_products_is_found() -> None:
     shapes = [(m, n, k) for m in (8, 64, 1024) for n in (8, 64, 1024) for k in (8, 64, 1024)]
     rates = {f"{m} {n} {k}": 1e11 * m / (m + 16) * n / (n + 8) * k / (k + 32) for m, n, k in shapes}
-    found = measure._fitted(rates, "by hand")
+    found = kernel_rates.fitted_products(rates, "by hand")
     assert found.rate == pytest.approx(1e11)
     assert found.half == (16, 8, 32)
 
@@ -337,8 +341,8 @@ def test_a_disk_is_measured(world, mpi_tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("op", OPERATIONS[:3])
 def test_parts_of_operations_are_powers_of_two(op: str) -> None:
     for size in (2, 4, 8):
-        for nbytes in measure.RECEIVED:
-            _, received = measure._received(cast(Comm, SimpleNamespace(size=size)), NUMPY, op, nbytes, size)
+        for nbytes in link_times.RECEIVED:
+            _, received = link_times._received(cast(Comm, SimpleNamespace(size=size)), NUMPY, op, nbytes, size)
             part = received // (size - 1) // (2 if op == "all_reduce" else 1)
             assert part.bit_count() == 1
             assert part == 8 or 0.7 < received / nbytes < 1.5
@@ -348,7 +352,7 @@ def test_a_time_in_which_all_took_long_does_not_get_in() -> None:
     """Short messages among 4 ranks took ten times as long as those among 8: they count as these do at most."""
     usual = [(p, n * (p - 1) // p, 1e-4 * p + 1e-8 * n) for p in (2, 4, 8) for n in (512, 4096, 1 << 20)]
     slow = [(p, n, 1e-2 if p == 4 and n < 10**4 else s) for p, n, s in usual]
-    found = measure._operation(slow, 1e8)
+    found = link_times._operation(slow, 1e8)
     by_place = {(p, n): s for p, n, s in found.points}
     assert all(s <= 1.001 * by_place[p, n] for p, n, s in usual)
     assert all(by_place[p, n] == s for p, n, s in usual if p != 4)
