@@ -611,7 +611,8 @@ def of_root(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
     """Return Z of Yᴴ Z + Z Yᴴ = g."""
     if not truth((x == adjoint(x)).all(), "hermitian", "whether the matrix of sqrtm is Hermitian"):
         return along(linalg.sqrtm, adjoint(x), g)
-    w, v = linalg.eigh(y)
+    _, v = linalg.eigh(x)
+    w = (v.conj() * (y @ v)).sum(axis=-2).conj()  # a complex root has imaginary eigenvalues for those of A below 0
     sums = w[..., None, :] + w[..., :, None]
     return v @ (inverses(sums, w, w.shape[-1]) * (adjoint(v) @ g @ v)) @ adjoint(v)
 

@@ -737,7 +737,7 @@ def lstsq(
             costs.agree(1)
         tops = [x[x < k] for x in rows]
         if k:
-            costs.agree(2)
+            costs.agree(3)
             bidiagonal(costs, None, (k, k), keep=False)
             _rank(costs, turned)
         more = deal.columns(sides) if wide else [x[x >= low] - low for x in deal.columns(low + sides)]

@@ -552,23 +552,27 @@ class QRFactor(Factor):
         numbers, at, also = np.intersect1d(rows, columns, return_indices=True)
         return numbers, self._r[at, also]
 
-    def extremes(self) -> tuple[float, float]:
-        """Return the least size of an element of R's diagonal and the largest of an element of R; of NaNs 0 and 0.
+    def extremes(self, b: DistArray) -> tuple[float, float, float]:
+        """Return the least size of an element of R's diagonal and the largest ones of elements of R and of b.
 
-        Collective; inf and 0 without elements, 1 and 1 on imagined ranks.
+        Those of R are 0 of NaNs.  Of complex elements of b the real and imaginary parts count.  Collective; inf and 0
+        without elements, ones on imagined ranks.
         """
-        least, most = math.inf, 0.0
+        least, most, side = math.inf, 0.0, 0.0
         if not self.grid.backend.values:
-            least = most = 1.0
-        elif self.grid.inside and self._r.size:
+            least = most = side = 1.0
+        elif self.grid.inside and b.block.size:
+            parts = (b.block.real, b.block.imag) if b.dtype.kind == "c" else (b.block,)
+            side = max(max(float(each.max()), -float(each.min())) for each in parts)
+        if self.grid.backend.values and self.grid.inside and self._r.size:
             r, diagonal = self._r[:, : len(self.columns[self.tiles.j])], abs(self._diagonal()[1])
             least = float(diagonal.min()) if diagonal.size else least
             for start in range(0, len(r) if r.size else 0, self.tiles.size):  # little is held beside R
                 most = float(np.maximum(most, float(abs(r[start : start + self.tiles.size]).max())))  # or a NaN
             if not math.isfinite(most):
                 least = most = 0.0
-        less, most = self.tiles.worst([-least, most])
-        return -less, most
+        less, most, side = self.tiles.worst([-least, most, side])
+        return -less, most, side
 
     @cached_property
     def zero(self) -> int | None:

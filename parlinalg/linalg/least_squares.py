@@ -158,9 +158,10 @@ def _solved(a: DistArray, b: DistArray, limit: float, refine: bool, keep: bool) 
 
 
 def _squares(a: DistArray, b: DistArray, x: DistArray) -> DistArray:
-    """Return the sums of squares of b - A x, in each column."""
-    found: DistArray = (abs(b - matmul(a, x, layout=b.layout.with_partial(()))) ** 2).sum(axis=-2)
-    return found
+    """Return the sums of squares of b - A x, in each column, which may be out of range."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: DistArray = (abs(b - matmul(a, x, layout=b.layout.with_partial(()))) ** 2).sum(axis=-2)
+        return found
 
 
 def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
@@ -201,12 +202,12 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     if wide:
         refuse_odd(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
-    least, most = factor.extremes() if k else (0.0, 0.0)
+    least, most, side = factor.extremes(b) if k else (0.0, 0.0, 1.0)
     unit = kernels.unit(most or float(abs(a).max()) if k else 1.0, a.dtype)  # where R overflows `most` is 0
+    other = kernels.unit(side, b.dtype)
     parts: Pseudoinverse = ()
-    if unit != 1:
+    if unit != 1 or other != 1:
         del factor
-        other = kernels.unit(float(abs(b).max()) if b.size else 1.0, b.dtype)
         (x, rank, s), parts = _factored(a * unit, b * other, limit, keep)
         with np.errstate(over="ignore"):
             for half in kernels.halves(unit, other):

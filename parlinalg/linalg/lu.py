@@ -278,10 +278,11 @@ def determinant(diagonal: np.ndarray, order: np.ndarray) -> tuple[Any, Any, floa
     if not sizes.all():
         return dtype.type(0), dtype.type(0), -math.inf
     with np.errstate(all="ignore"):
-        value = diagonal.prod(dtype=dtype) * parity(order)
+        products = np.multiply.accumulate(np.append(dtype.type(parity(order)), diagonal))
         large = diagonal * np.where(sizes < np.finfo(dtype).tiny, 2.0**100, 1.0).astype(sizes.dtype)  # to divide by
         sign = (large / np.abs(large)).astype(dtype).prod(dtype=dtype) * parity(order)
         log = float(np.log(sizes).sum())
-        if not np.finfo(dtype).tiny <= abs(value) < math.inf:
-            value = (sign * np.exp(log)).astype(dtype)
+        lengths = np.abs(products)
+        inside = (lengths >= np.finfo(dtype).tiny) & (lengths < math.inf)  # where all digits are there
+        value = products[-1] if inside.all() else (sign * np.exp(log)).astype(dtype)
     return value, sign, log

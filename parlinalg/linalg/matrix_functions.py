@@ -276,12 +276,13 @@ def sqrtm(x: DistArray, /) -> DistArray:
     Higham and Ralha 2013), whose root one rank finds (see `eig`; memory and time are alike).  The residual X X - A is
     of the size n ε ‖X‖².  The root lies like A.
 
-    Of a real matrix, eigenvalues from -10 n ε ‖A‖ to 0 count as 0: rounding makes such eigenvalues of a matrix that has
-    a real root, as of B @ B.T of less than full rank.  They are elements of the diagonal of the (Schur) form, which is
-    that of A with an error of the size n ε ‖A‖, and turning them into 0 changes A by no more than their size in the
-    2-norm: X is the real root of a matrix as near to A as rounding.  `scipy.linalg.sqrtm` returns a complex root
-    there, with imaginary parts up to the root of n ε ‖A‖, as `sqrtm(A.astype(complex))` does here.  An eigenvalue whose
-    condition number is large may be further below 0 by rounding of A alone, and is refused.
+    Of a Hermitian matrix, eigenvalues of at most n ε ‖A‖ in size count as 0.  Of any real matrix those from -10 n ε ‖A‖
+    to 0 do: rounding makes such eigenvalues of a matrix that has a real root, as of B @ B.T of less than full rank.
+    They are elements of the diagonal of the (Schur) form, which is that of A with an error of the size n ε ‖A‖, and
+    turning them into 0 changes A by no more than their size in the 2-norm: X is the real root of a matrix as near to A
+    as rounding.  `scipy.linalg.sqrtm` returns a complex root there, with imaginary parts up to the root of n ε ‖A‖, as
+    `sqrtm(A.astype(complex))` does here.  An eigenvalue whose condition number is large may be further below 0 by
+    rounding of A alone, and is refused.
 
     Raises
     ------
@@ -410,7 +411,7 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
         u = _unitary(a) if m >= n else _unitary(a.mT.conj()).mT.conj()
         u = u.redistribute(layout)
     p = u.mT.conj() @ a if side == "right" else a @ u.mT.conj()
-    p = (p + p.mT.conj()) / 2
+    p = p / 2 + p.mT.conj() / 2  # the sum of both may be out of range
     return PolarResult(u, p.redistribute(a.layout.with_partial(())))
 
 

@@ -105,14 +105,15 @@ class LocalQR(Local):
 
     def __init__(self, a: np.ndarray) -> None:
         self.q, self.r = np.linalg.qr(a)
-        self._a = a
         zeros = kernels.zeros(np.diag(self.r))
         self.zero = int(zeros[0]) if len(zeros) else None
 
     def Q(self, columns: int) -> np.ndarray:
         """Return the first columns of Q."""
-        q = self.q if columns <= self.q.shape[1] else np.linalg.qr(self._a, "complete")[0]
-        return q[:, :columns]
+        k = self.q.shape[1]
+        if columns <= k:
+            return self.q[:, :columns]
+        return np.concatenate([self.q, np.linalg.qr(self.q, "complete")[0][:, k:columns]], axis=1)
 
     def solution(self, b: np.ndarray) -> np.ndarray:
         """Return the x for which ‖A x - b‖ is least, for m ≥ n."""

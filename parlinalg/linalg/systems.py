@@ -63,9 +63,16 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
         return reshape(refined(a, b[:, None], depth), (n,)).redistribute(b.layout.with_partial(()))
     if not b.size:
         return solved(a, b, depth)[0]
-    largest = float(abs(a).max())
-    if not largest or not math.isfinite(largest) or not math.isfinite(1 / largest):
+    largest, side = float(abs(a).max()), float(abs(b).max())
+    if not largest or not all(map(math.isfinite, (largest, 1 / largest, side))):
         return solved(a, b, depth)[0]
+    unit, other = kernels.unit(largest, dtype), kernels.unit(side, dtype)
+    if unit != 1 or other != 1:  # sums of elements, by which residuals are judged, are to stay in range
+        x = refined(a * unit, b * other, depth)
+        with np.errstate(over="ignore"):
+            for half in kernels.halves(unit, other):
+                x = x * half
+            return x
     try:
         factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth)
         factor.check()

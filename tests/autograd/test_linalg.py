@@ -173,6 +173,13 @@ def test_functions_of_matrices_with_equal_eigenvalues(name: str, grid: Grid) -> 
         pla.check_gradients(lambda x: function(x), [x], directions=1)
 
 
+@pytest.mark.parametrize("values", [[1, 2, 3, 4], [-3, -1, 2, 5], [-4, -3, -2, -1]])
+def test_roots_of_hermitian_matrices(values: list[float], grid: Grid) -> None:
+    """Eigenvalues below 0 have imaginary roots, so that the root is not Hermitian."""
+    x = tensor(turned(values, complex), grid, LAYOUTS[2][0])
+    pla.check_gradients(lambda x: linalg.sqrtm(hermitian(x)), [x], directions=2)
+
+
 EQUAL_SINGULAR_VALUES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sums of functions of the values": lambda u, s, vh: pla.sum(pla.exp(s)),
     "polar factors": lambda u, s, vh: whole(u) @ whole(vh),

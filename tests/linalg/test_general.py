@@ -262,6 +262,17 @@ def test_polar_of_subnormal_matrices(grid, dtype):
             np.testing.assert_allclose(u @ p.astype(wide) / unit, every.astype(wide) / unit, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_polar_near_overflow(grid, dtype):
+    """P is as large as A, and in range."""
+    a = 0.9 * np.finfo(dtype).max * np.eye(5, dtype=dtype)[:, ::-1]
+    for every in (a, np.stack([a] * 9)):
+        for side in ("right", "left"):
+            p = linalg.polar(pla.distribute(every, grid, grid.default_layout(every.shape)), side).P.gather()
+            np.testing.assert_allclose(p / p.max(), np.broadcast_to(np.eye(5), p.shape), atol=100 * eps(dtype))
+            np.testing.assert_allclose(p.real.max() / a.real.max(), 1, rtol=100 * eps(dtype))
+
+
 def test_bases(grid):
     rng = np.random.default_rng(20)
     for m, n, k in ((9, 5, 3), (5, 9, 5), (70, 66, 40), (4, 4, 0), (0, 3, 0), (3, 0, 0)):

@@ -126,6 +126,19 @@ def backward_error(a, b, x):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_sides_near_overflow(grid, dtype):
+    """Sums of their elements are out of range, the solution is not."""
+    rng, large = np.random.default_rng(8), 2.0**1023
+    for shape, rank in (((8, 5), 5), ((5, 8), 5), ((6, 6), 6), ((70, 5), 5), ((9, 6), 4)):
+        a, b = of_rank(shape, rank, dtype, rng), np.ones((shape[0], 2))
+        a *= 8 * np.sqrt(len(a)) / np.linalg.svd(a)[1][rank - 1]
+        found = linalg.lstsq(placed(grid, a, rng), placed(grid, large * b.astype(dtype), rng))
+        want = np.linalg.lstsq(a, b)[0]
+        np.testing.assert_allclose(found.x.gather() * 2.0**-1023, want, atol=1e-11 * abs(want).max())
+        assert found.rank == rank
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("condition", [1.0, 1e5, 1e9])
 def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
     """Factors of half the precision; of full precision only where the rank would be in doubt."""

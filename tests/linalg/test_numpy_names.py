@@ -155,10 +155,9 @@ def test_powers(grid):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
 def test_determinants_whose_factors_leave_the_range(grid, dtype):
     """Of a product that overflows or underflows on its way, and ends within the range of numbers."""
-    large = float(np.finfo(dtype).max) ** 0.7
-    values = np.array([large, large, -3 / large, 2 / large])
-    for way in (1, -1):
-        a = np.diag(values[::way]).astype(dtype)
+    large, digits = float(np.finfo(dtype).max) ** 0.7, float(np.finfo(dtype).tiny) ** -0.52  # lost by subnormal numbers
+    for factor, way in ((large, 1), (large, -1), (digits, -1)):
+        a = np.diag(np.array([factor, factor, -3 / factor, 2 / factor])[::way]).astype(dtype)
         a[[0, 1]] = a[[1, 0]]
         x = placed(grid, a, 1)
         for found in (linalg.det(x), linalg.lu_factor(x).det, linalg.lu_factor(pla.stack([x] * 9)).det[3]):
