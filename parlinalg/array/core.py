@@ -630,7 +630,7 @@ class DistArray(NDArrayOperatorsMixin):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
             "a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use pla.asnumpy(x) "
-            "or .gather() for the global array, .block for this rank's part"
+            "or .gather() for the global array, .block for this rank's part; pla.stack([x, y]) for one array of several"
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:

@@ -65,11 +65,22 @@ _WRITTEN: dict[Callable[..., Any], tuple[str, ...]] = {
     np.bincount: ("x", "weights", "minlength"),
 }
 
+#: Functions that stay NumPy's, and what does the same with a distributed array.
+_INSTEAD: dict[Callable[..., Any], str] = {
+    np.save: "parlinalg.save('a.npy', a)",
+    np.savez: "parlinalg.save('a.h5', a, dataset='a')",
+    np.savez_compressed: "parlinalg.save('a.h5', a, dataset='a', compression='gzip')",
+    np.array2string: "str(a), on all ranks",
+    np.array_str: "str(a), on all ranks",
+}
+
 
 def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run the distributed version of a NumPy function, or refuse it."""
     found = HANDLED.get(function)
     if found is None:
+        if function in _INSTEAD:
+            raise TypeError(f"np.{_name(function)} takes no distributed arrays; write {_INSTEAD[function]}")
         raise TypeError(
             f"np.{_name(function)} is not defined on distributed arrays; those that are: {', '.join(names())}. Or "
             "take the global array by gather()"
@@ -448,7 +459,9 @@ def _vstack(tup: Any) -> DistArray:
 
 @handles(np.append)
 def _append(arr: Any, values: Any, axis: int | None = None) -> DistArray:
-    return joining.concatenate([_array(arr, "append"), _array(values, "append")], axis)
+    if not (isinstance(arr, DistArray) or takes_over(arr)):
+        arr = joining.brought(arr, _array(values, "append"))
+    return joining.concatenate([arr, joining.brought(values, arr)], axis)
 
 
 @handles(np.expand_dims)

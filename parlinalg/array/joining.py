@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, narrowed, spread
 from parlinalg.array.core import DistArray, axis_of, mismatch, same_grid, whole
-from parlinalg.array.dispatch import primitive
+from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.indexing import copy_part, getitem
 from parlinalg.array.rows import fetch
 from parlinalg.array.shapes import reshape, shape_of
@@ -31,6 +31,13 @@ def empty_like(a: DistArray, shape: Shape, layout: Layout, dtype: Any = None) ->
     """Return an array on the same grid whose elements are yet to be written."""
     held = a.grid.block_shape(layout, shape)
     return a.like(a.grid.backend.empty(held, a.dtype if dtype is None else dtype), layout, shape)
+
+
+def brought(value: Any, a: DistArray) -> Any:
+    """Return what stands for a DistArray as it is, and plain data, the same on all ranks, as one on the grid of `a`."""
+    from parlinalg.array.create import asarray
+
+    return value if isinstance(value, DistArray) or takes_over(value) else asarray(np.asarray(value), grid=a.grid)
 
 
 def full_range(shape: Shape) -> list[range]:
@@ -318,8 +325,11 @@ def diagonal_matrix(v: DistArray, k: int = 0) -> DistArray:
     return out
 
 
-def meshgrid(*arrays: DistArray, indexing: str = "xy") -> list[DistArray]:
-    """Return arrays of coordinates from one line of each dim; "xy" exchanges the first two dims."""
+def meshgrid(*arrays: DistArray, indexing: str = "xy", sparse: bool = False) -> list[DistArray]:
+    """Return arrays of coordinates from one line of each dim; "xy" exchanges the first two dims.
+
+    With `sparse` the lines are not broadcast to each other.
+    """
     if indexing not in ("xy", "ij"):
         raise ValueError(f"indexing is 'xy' or 'ij', not {indexing!r}")
     lines = [reshape(a, (a.size,)) for a in arrays]
@@ -329,7 +339,8 @@ def meshgrid(*arrays: DistArray, indexing: str = "xy") -> list[DistArray]:
     found = []
     for i, a in enumerate(lines):
         at = order.index(i)
-        found.append(broadcast_to(reshape(a, tuple(a.size if d == at else 1 for d in range(n))), shape))
+        line = reshape(a, tuple(a.size if d == at else 1 for d in range(n)))
+        found.append(line if sparse else broadcast_to(line, shape))
     return found
 
 
@@ -340,7 +351,10 @@ def diff(a: DistArray, n: int = 1, axis: int = -1, prepend: Any = None, append: 
         raise ValueError(f"diff takes n of at least 0, not {n}")
     if not n:
         return a.copy()
-    parts = [p for p in (prepend, a, append) if p is not None]
+    edge = tuple(1 if i == d else m for i, m in enumerate(a.shape))
+    ends = [v if v is None else brought(v, a) for v in (prepend, append)]
+    first, last = (v if v is None or v.ndim else broadcast_to(v, edge) for v in ends)
+    parts = [p for p in (first, a, last) if p is not None]
     return differences(concatenate(parts, d) if len(parts) > 1 else a, n, d)
 
 
@@ -432,10 +446,7 @@ def insert(a: DistArray, places: Any, values: Any, axis: int | None = None) -> D
         raise IndexError(f"index {index.reshape(-1)[0]} is out of bounds for axis {d} with size {n}")
     index = np.where(index < 0, index + n, index)
     if not index.ndim:
-        if not isinstance(values, DistArray):
-            from parlinalg.array.create import asarray
-
-            values = asarray(np.asarray(values), grid=a.grid)
+        values = brought(values, a)
         lone = expand_dims(values, tuple(range(a.ndim - values.ndim))) if values.ndim < a.ndim else values
         lone = lone.transpose([*range(1, d + 1), 0, *range(d + 1, lone.ndim)])
         shape = tuple(lone.shape[d] if i == d else m for i, m in enumerate(a.shape))

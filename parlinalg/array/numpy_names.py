@@ -608,10 +608,31 @@ def _putmask(a: Any, mask: Any, values: Any) -> None:
     a[...] = np.where(mask, values, a)
 
 
-@handles(np.ascontiguousarray, np.asfortranarray, takes=("a", "dtype"))
-def _contiguous(a: DistArray, dtype: Any = None) -> DistArray:
-    found = a.sharing(a.block, order=a.order) if dtype is None else a.astype(dtype, copy=False)
-    return found if found.ndim else shapes.reshape(found, (1,))
+@handles(np.meshgrid)
+def _meshgrid(*xi: Any, copy: bool = True, sparse: bool = False, indexing: str = "xy") -> tuple[DistArray, ...]:
+    return tuple(joining.meshgrid(*(_array(x, "meshgrid") for x in xi), indexing=indexing, sparse=sparse))
+
+
+@handles(np.astype, takes=("x", "dtype", "copy"))
+def _astype(x: Any, dtype: Any, copy: bool = True) -> DistArray:
+    return _array(x, "astype").astype(dtype, copy=copy)
+
+
+@handles(np.tril_indices_from)
+def _tril_indices_from(arr: Any, k: int = 0) -> tuple[np.ndarray, ...]:
+    return np.tril_indices(arr.shape[-2], k, arr.shape[-1])
+
+
+@handles(np.triu_indices_from)
+def _triu_indices_from(arr: Any, k: int = 0) -> tuple[np.ndarray, ...]:
+    return np.triu_indices(arr.shape[-2], k, arr.shape[-1])
+
+
+@handles(np.diag_indices_from)
+def _diag_indices_from(arr: Any) -> tuple[np.ndarray, ...]:
+    if arr.ndim < 2 or len(set(arr.shape)) > 1:
+        raise ValueError(f"np.diag_indices_from takes arrays of two or more equal dims, not of shape {arr.shape}")
+    return np.diag_indices(arr.shape[0], arr.ndim)
 
 
 # ------------------------------------------------------------------ sorting and sets
@@ -649,6 +670,21 @@ def _isin(element: Any, test_elements: Any, invert: Any = False, kind: Any = Non
     from parlinalg.array.namespace import isin
 
     return isin(element, test_elements, invert=bool(invert))
+
+
+def _standard(name: str) -> Callable[..., Any]:
+    """Return the function of this name of the array API standard, for NumPy's of the same name."""
+
+    def run(x: Any) -> Any:
+        from parlinalg.array import namespace
+
+        return getattr(namespace, name)(_array(x, name))
+
+    return run
+
+
+for _name_of_set in ("unique_all", "unique_counts", "unique_inverse", "unique_values"):
+    handles(getattr(np, _name_of_set))(_standard(_name_of_set))
 
 
 def _set_of(ar: Any, grid: Any) -> DistArray:

@@ -43,10 +43,12 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
         first, second = (operand(value, ufunc.__name__) for value in inputs)
         behind = (..., *(None,) * second.ndim) if isinstance(second, DistArray) else ...
         return apply(ufunc, "__call__", [first[behind] if isinstance(first, DistArray) else first, second], kwargs)
+    if method == "at" and ufunc in _SUMS:
+        return _added_at(ufunc, *inputs)
     if method != "__call__":
         raise TypeError(
             f"np.{ufunc.__name__}.{method} is not defined on distributed arrays; gather() first, or use a plain call, "
-            "reduce, accumulate or outer"
+            "reduce, accumulate or outer, or np.add.at and np.subtract.at"
         )
     if ufunc is np.matmul and not kwargs:
         return PRODUCT[0](*inputs)
@@ -58,6 +60,27 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
         return _where(ufunc, inputs, kwargs)
     kwargs.pop("where", None)
     return _elementwise(ufunc, inputs, kwargs)
+
+
+def _added_at(ufunc: np.ufunc, a: Any, key: Any, values: Any) -> None:
+    """Add values to the elements that `key` chooses, or subtract them, each as often as it is chosen."""
+    from parlinalg.array.indexing import expanded, is_mask, setitem
+    from parlinalg.array.joining import brought
+
+    name = f"np.{ufunc.__name__}.at"
+    if not isinstance(a, DistArray):
+        raise TypeError(f"{name} changes a DistArray here, not {type(a).__name__}")
+    if not isinstance(values, int | float | complex):
+        values = brought(values, a)
+    kind = np.result_type(a.dtype, values if not isinstance(values, DistArray) else values.dtype)
+    if not np.can_cast(kind, a.dtype, "same_kind"):
+        raise TypeError(f"{name}: the result would be {kind}, which an array of {a.dtype} does not hold")
+    if not isinstance(values, DistArray):
+        values = np.asarray(values, kind)[()]
+    if any(isinstance(i, DistArray | np.ndarray) and not is_mask(i) for i in expanded(key, a)):
+        setitem(a, key, values if ufunc is np.add else ufunc(np.zeros_like(values), values), add=True)
+    else:  # no element is chosen twice
+        a[key] = ufunc(a[key], values)
 
 
 def _elementwise(ufunc: np.ufunc, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:

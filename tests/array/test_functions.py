@@ -213,6 +213,16 @@ def test_other_functions_are_refused_by_name(grid):
             call(x, x, x) if call is np.polyfit else call(x)
 
 
+def test_functions_that_have_another_name_here_are_refused_with_it(grid):
+    x = placed(numbers((4, 4)), grid, Layout(grid.axes, None))
+    with pytest.raises(TypeError, match=r"np\.save takes no distributed arrays; write parlinalg\.save\('a\.npy', a\)"):
+        np.save("a.npy", x)
+    with pytest.raises(TypeError, match=r"np\.array2string takes no distributed arrays; write str\(a\)"):
+        np.array2string(x)
+    with pytest.raises(TypeError, match=r"pla\.stack\(\[x, y\]\) for one array of several"):
+        np.sum([x, x], axis=0)
+
+
 def test_the_list_names_what_is_handled():
     assert len(names()) == len(HANDLED)
     assert {"sum", "linalg.norm", "where", "concatenate"} <= set(names())

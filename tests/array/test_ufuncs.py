@@ -268,12 +268,51 @@ def test_ufunc_methods(grid):
     same(np.add.reduce(x, axis=1), numbers((4, 3)).sum(1))
     same(np.maximum.reduce(x), numbers((4, 3)).max(0))
     same(np.add.accumulate(x), np.add.accumulate(numbers((4, 3))))
-    for call in (lambda: np.add.at(x, [0], 1), lambda: np.add.reduceat(x, [0]), lambda: np.subtract.accumulate(x)):
+    for call in (lambda: np.multiply.at(x, [0], 1), lambda: np.add.reduceat(x, [0]), lambda: np.subtract.accumulate(x)):
         with pytest.raises(TypeError, match="is not defined on distributed arrays"):
             call()
     out = x * 0 + 7
     assert np.add(x, x, where=x > 0, out=out) is out
     same(out, np.where(numbers((4, 3)) > 0, 2 * numbers((4, 3)), 7))
+
+
+AT_KEYS = (
+    [0, 2, 2, -1], ([1, 1, 3], [0, 0, 2]), (slice(None, None, 2), [1, 1]), ([[0], [1]], [2, 2]), np.arange(5) % 2 == 0,
+    (slice(1, None), 0), 3, (Ellipsis, -1), np.zeros(0, int),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", AT_KEYS, ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "complex64", "int32", "uint8"])
+def test_added_at_each_as_often_as_chosen(grid, key, dtype):
+    values = np.asarray(numbers((5, 3)) * 4, dtype)
+    part = values[key]
+    for layout in (Layout(grid.axes, None), Layout(None, grid.axes)):
+        for ufunc in (np.add, np.subtract):
+            for value in (2, np.arange(part.size).reshape(part.shape).astype(dtype)):
+                want, x = values.copy(), pla.distribute(values, grid, layout)
+                kept = x + 0
+                ufunc.at(want, key, value)
+                for form in (value,) if np.ndim(value) == 0 else (value, pla.asarray(value, grid=grid)):
+                    x = kept.copy()
+                    assert ufunc.at(x, key, form) is None
+                    same(x, want)
+    x, want = pla.distribute(values, grid, Layout(grid.axes, None)), values.copy()
+    rows = pla.asarray(np.array([1, 1, 4]), grid=grid)
+    np.add.at(x, (rows, rows // 2), np.array([1, 2, 3], dtype))
+    np.add.at(want, ([1, 1, 4], [0, 0, 2]), np.array([1, 2, 3], dtype))
+    same(x, want)
+
+
+def test_added_at_takes_what_the_array_holds(grid):
+    x = pla.distribute(np.arange(4), grid, Layout(grid.axes))
+    with pytest.raises(TypeError, match=r"np\.add\.at: the result would be float64, which an array of int64 does"):
+        np.add.at(x, [0], 1.5)
+    with pytest.raises(IndexError, match="index 4 is out of bounds for dim 0 of size 4"):
+        np.add.at(x, [0, 4], 1)
+    with pytest.raises(TypeError, match=r"np\.subtract\.at changes a DistArray here, not ndarray"):
+        np.subtract.at(np.zeros(4), x, 1)
+    same(x, np.arange(4))
 
 
 def test_arrays_of_two_grids_do_not_meet(make_grid, world):
