@@ -129,7 +129,7 @@ class Bidiagonal(Reduction):
 
 
 def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
-    """Return the singular values, falling, of a real upper bidiagonal matrix."""
+    """Return the singular values, falling, of a real upper bidiagonal matrix; NaNs if they do not converge."""
     n = len(d)
     if not has_values(d):
         return shape_solver.bidiagonal_values(d)
@@ -141,9 +141,19 @@ def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     failed = kernels.call(
         "bdsdc", d.dtype, "U", "N", n, values, off, unused, 1, unused, 1, unused, np.zeros(1, integer), work, steps
     )
-    if failed:
+    return np.full_like(d, np.nan) if failed else values
+
+
+def values(reduced: Bidiagonal) -> np.ndarray:
+    """Return the singular values, falling.  Collective over all ranks, which raise errors together."""
+    found = singular_values(reduced.d, reduced.e)
+    _refuse_unconverged(reduced, found)
+    return found
+
+
+def _refuse_unconverged(reduced: Bidiagonal, values: np.ndarray) -> None:
+    if reduced.tiles.worst([not kernels.finite(values)])[0]:
         raise np.linalg.LinAlgError("SVD did not converge")
-    return values
 
 
 def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -159,8 +169,6 @@ def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         memory.give_back(8 * n * len(rows))
         values, left, right = bidiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone)
         memory.give_back(left.nbytes)
-    (failed,) = tiles.worst([not kernels.finite(values)])
-    if failed:
-        raise np.linalg.LinAlgError("SVD did not converge")
+    _refuse_unconverged(reduced, values)
     left = to_tiles(left, tiles, n, n)
     return values, left, to_tiles(right, tiles, n, n)

@@ -716,7 +716,7 @@ def lstsq(
     wide, k, own = m < n, min(shape), Layout(*sides_layout.dims)
     tried = by_gram(shape, len(costs.i))
     if tried:
-        rest = Layout(tuple(a for a, size in deal.sizes.items() if size > 1), None)
+        rest = _by_rows(costs)
         costs.redistribute("trip to rows", layout, rest, shape)
         costs.redistribute("trip to rows", own, rest, (m, sides))
         costs.all_reduce("Gram matrices", costs.everyone, n * n, times=2)
@@ -878,7 +878,7 @@ def bidiagonal(
     """Add what `svd` receives to make a matrix [m, n], m ≥ n, bidiagonal: four all-reduces a column.
 
     Without a layout the matrix lies in tiles already.  `workers` and `keep` are those of `tridiagonal`; without `keep`
-    all ranks work.
+    all ranks work, and agree that the values have converged.
     """
     m, n = shape
     deal = costs.deal if workers is None else workers
@@ -893,6 +893,8 @@ def bidiagonal(
         last = int(k + b == n)  # of the last column only itself is needed
         costs.all_reduce(name, group, m - k, who, times=2 * b - last)
         costs.all_reduce(name, group, n - k, who, times=2 * (b - last))
+    if not keep:
+        costs.agree(1)
     if ranks < len(place):
         _to_others(costs, n, ranks, (lambda k: m + n - 2 * k + 2) if keep else None)
     return costs

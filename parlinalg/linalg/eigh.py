@@ -600,15 +600,13 @@ def triangle(v: np.ndarray, tau: np.ndarray) -> np.ndarray:
 
 
 def tridiagonal_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
-    """Return the eigenvalues of a real tridiagonal matrix, rising."""
+    """Return the eigenvalues of a real tridiagonal matrix, rising; NaNs if they do not converge."""
     if len(d) < 2:
         return d.copy()
     if not has_values(d):
         return shape_solver.tridiagonal_values(d)
     values, info = kernels.lapack("sterf", d.dtype)(d, e)
-    if info:
-        raise np.linalg.LinAlgError("Eigenvalues did not converge")
-    return values
+    return np.full_like(d, np.nan) if info else values
 
 
 def vectors(reduced: Tridiagonal, choose: Callable[[np.ndarray], slice]) -> tuple[np.ndarray, np.ndarray, slice]:

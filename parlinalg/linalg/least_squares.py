@@ -269,7 +269,8 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
         s = backend.empty((n,), a.real.dtype)
         if sound and everyone.rank == 0:
             kernels.substitute(r, x)
-            if alone:
+            sound = kernels.finite(x)  # else `_factored` scales b
+            if alone and sound:
                 with suppress(LinAlgError), kernels.raising(r):
                     s[:] = 0
                     s[:] = kernels.small_svd(r, compute_uv=False)

@@ -21,7 +21,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
+from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky, tall_qr
 from parlinalg.linalg.matrices import (
@@ -120,7 +120,10 @@ def eigvalsh(
     reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
     values = tridiagonal_values(reduced.d, reduced.e) / scale
     at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
-    at = slice(*map(int, reduced.tiles.worst([at.start, at.stop])))
+    failed, *ends = reduced.tiles.worst([not kernels.finite(values), at.start, at.stop])
+    if failed:
+        raise LinAlgError("Eigenvalues did not converge")
+    at = slice(*map(int, ends))
     return distributed(values[at], Layout(x.layout.dims[-1]), x.grid)
 
 
@@ -345,7 +348,7 @@ def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
     layout, grid = Layout(held[0].layout.dims[-1]), held[0].grid
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
-    return distributed(singular_values(reduced.d, reduced.e) / scale, layout, grid)
+    return distributed(bidiagonal.values(reduced) / scale, layout, grid)
 
 
 def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
@@ -356,7 +359,7 @@ def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
     held = [t]
     del t
     reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
-    return distributed(singular_values(reduced.d, reduced.e) / scale, Layout(factor.layout.dims[-1]), tiles.grid)
+    return distributed(bidiagonal.values(reduced) / scale, Layout(factor.layout.dims[-1]), tiles.grid)
 
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:

@@ -15,14 +15,16 @@ from parlinalg.linalg import blocks, tiles
 def ways(request, monkeypatch):
     """Half the tests deal few ranks rows too; half have sums and panels in common memory, and short pieces of trips.
 
+    Of a test of several grids it is the one of two axes that deals rows, and the one of one axis that does not.
     Of the ranks of a node all, two or one factor matrices and make them tridiagonal.  In half the tests compiled
     loops, where there are some, compute on small blocks too.
     """
     if request.node.get_closest_marker("serial"):
         return
-    number = crc32(request.node.name.encode())
+    name = request.node.name
+    number = crc32(name.encode())
     monkeypatch.setattr(Grid, "cores", 64 if number & 4 else 1 + (number >> 3) % 2)
-    if number & 1:
+    if "two axes" in name or (number & 1 and "one axis" not in name):
         monkeypatch.setattr(blocks, "FEW", 0)
     if number & 2:
         monkeypatch.setattr(tunables, "SHARED_BYTES", 1)

@@ -9,7 +9,7 @@ import scipy.linalg
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import spectral
+from parlinalg.linalg import kernels, spectral
 from parlinalg.linalg.eigh import parts
 from parlinalg.linalg.tiles import Deal
 from tests.cases import grids, layouts, same
@@ -342,3 +342,16 @@ def test_matrices_of_subnormal_numbers(grid, dtype):
     for values in (linalg.eigvalsh(s), linalg.eigh(s)[0]):
         np.testing.assert_allclose(values.gather() / unit, want, rtol=0, atol=1e-2)
     assert int(linalg.lstsq(x, x[:, 0])[2]) == 7
+
+
+@pytest.mark.parametrize("routine", ["eigvalsh", "svdvals", "lstsq"])
+def test_iterations_that_do_not_converge_are_errors_on_all_ranks(world, backend, routine, monkeypatch):
+    """Ranks outside of the grid included, which have no values."""
+    grid = pla.Grid({"a": max(1, world.size - 1)}, world, backend, idle=True)
+    if grid.size == 1:  # whose values NumPy's LAPACK finds
+        return
+    monkeypatch.setattr(kernels, "call", lambda *args: 1)
+    monkeypatch.setattr(kernels, "lapack", lambda *args: lambda d, e: (d, 1))
+    a = pla.distribute(np.diag(np.arange(1.0, 8)), grid, Layout("a", None))
+    with pytest.raises(np.linalg.LinAlgError, match="did not converge"):
+        linalg.lstsq(a, a) if routine == "lstsq" else getattr(linalg, routine)(a)
