@@ -229,8 +229,11 @@ def tile(a: DistArray, reps: Any) -> DistArray:
 
 
 def unstack(a: DistArray, axis: int = 0) -> tuple[DistArray, ...]:
-    """Return the items of a dim."""
+    """Return the items of a dim; all that move go at once."""
     d = axis_of(axis, a.ndim)
+    if isinstance(a, DistArray) and a.layout.dims[d]:
+        kept = (() if i == d else cut for i, cut in enumerate(a.layout.dims))
+        a = a.redistribute(Layout(*kept, partial=a.layout.partial))
     return tuple(getitem(a, (*(slice(None),) * d, i)) for i in range(a.shape[d]))
 
 

@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg.array.align import narrowed
 from parlinalg.layout import Layout
-from tests.cases import check, grids, lacks, layouts, numbers, pairs
+from tests.cases import check, grids, lacks, layouts, numbers, pairs, terms
 
 PER_RANK = 1 << 14
 
@@ -51,6 +51,26 @@ def test_a_plan_says_what_the_ledger_counts(grid, shapes):
         assert best.layout == plan.layout or not total
         again = pla.plan_elementwise((x.shape, one), (y.shape, other), grid=grid.sizes)
         assert again == plan
+
+
+def test_the_items_of_a_dim_come_at_once(grid):
+    given = numbers((9, 4, 3))
+    for layout in layouts(grid.axes, 3):
+        x = terms(given, grid, layout) if layout.partial else pla.distribute(given, grid, layout)
+        for axis in (0, 1, -1):
+            with pla.ledger(grid) as one:
+                first = x[(slice(None),) * (axis % 3) + (0,)]
+            with pla.ledger(grid) as book:
+                parts = pla.unstack(x, axis=axis)
+            assert book.calls.total() <= max(1, one.calls.total()), (layout, axis)
+            assert parts[0].layout == first.layout
+            for part, want in zip(parts, np.moveaxis(given, axis, 0), strict=True):
+                check(part, want)
+    x = pla.distribute(given, grid, Layout(grid.axes, None, None))
+    first, second, *_ = pla.unstack(x)
+    first += 1
+    check(second, given[1])
+    check(x, given)
 
 
 @pytest.mark.parametrize("keys", ["random", "equal", "few", "sorted", "reversed"])
