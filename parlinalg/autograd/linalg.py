@@ -25,6 +25,7 @@ from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
+from parlinalg.layout import Layout
 from parlinalg.linalg import factors, spectral, stacks, systems
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 from parlinalg.linalg.matrices import NEGLIGIBLE, as_matrix
@@ -174,8 +175,9 @@ def inverse_adjoint(scale: DistArray, like: Frame, factor: Any, matrices: Any) -
     """Return `scale` A⁻ᴴ, for a number or one for every matrix."""
     if factor is None:
         return scale[..., None, None] * adjoint(linalg.inv(matrices))
-    one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=like.layout.with_partial(()))
-    return factor.solution(one * scale, adjoint=True)
+    layout = Layout(*like.layout.dims[-2:])
+    one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=layout)
+    return factor.solution(one * scale[..., None, None], adjoint=True)
 
 
 def of_determinant(g: DistArray, y: DistArray, like: Frame, factor: Any, matrices: Any) -> DistArray:
@@ -203,6 +205,9 @@ def det(x: Tensor, /) -> Tensor:
     return determinant_of(x, factored(x, "det"))
 
 
+_positive_determinant = known(
+    "det", "x found factor", x=lambda g, y, like, factor: inverse_adjoint(g * y.conj(), like, factor, None)
+)
 _logarithm = known("slogdet", "x found factor matrices", x=inverse_adjoint)
 _phase = known(
     "slogdet", "x found factor matrices",
@@ -364,6 +369,16 @@ class TensorCholesky(TensorFactor):
     def L(self) -> Tensor:
         """The lower triangular factor."""
         return _cholesky(self.a, self.factor.L, False)
+
+    @property
+    def det(self) -> Tensor:
+        """The determinant of A."""
+        return _positive_determinant(self.a, self.factor.det, self.factor)
+
+    def slogdet(self) -> factors.SlogdetResult:
+        """Return the sign of the determinant, which is 1, and the logarithm of its size."""
+        sign, log = self.factor.slogdet()
+        return factors.SlogdetResult(sign, _logarithm(self.a, log, self.factor, None))
 
     def solve(self, b: Any) -> Tensor:
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""

@@ -103,7 +103,13 @@ def _matrices(x: DistArray, name: str) -> DistArray:
 
 @of_arrays
 def outer(x1: DistArray, x2: DistArray, /) -> DistArray:
-    """Return the products of every element of one vector with every one of another, [m, n]."""
+    """Return the products of every element of one vector with every one of another, [m, n].
+
+    Raises
+    ------
+    ValueError
+        If an array is no vector.
+    """
     if x1.ndim != 1 or x2.ndim != 1:
         raise ValueError(f"outer takes two vectors, not arrays of shapes {x1.shape} and {x2.shape}")
     return x1[:, None] * x2[None, :]
@@ -111,7 +117,15 @@ def outer(x1: DistArray, x2: DistArray, /) -> DistArray:
 
 @of_arrays
 def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
-    """Return the cross products of the vectors of three elements along a dim."""
+    """Return the cross products of the vectors of three elements along a dim, which counts from the last one.
+
+    As in the standard, `axis` is below 0, since the leading dims are broadcast; `np.cross` and `pla.cross` take others.
+
+    Raises
+    ------
+    ValueError
+        If `axis` is not from -1 to the negative of the fewer dims, or has not three elements.
+    """
     if not -min(x1.ndim, x2.ndim) <= axis < 0:
         raise ValueError(f"cross takes an axis from {-min(x1.ndim, x2.ndim)} to -1, not {axis}")
     return contraction.cross(x1, x2, axis=axis)
@@ -119,13 +133,25 @@ def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
 
 @of_arrays
 def diagonal(x: DistArray, /, *, offset: int = 0) -> DistArray:
-    """Return diagonal number `offset` of the matrices of the last two dims."""
+    """Return diagonal number `offset` of the matrices of the last two dims, [..., k].
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two dims.
+    """
     return _diagonal(_matrices(x, "diagonal"), offset, -2, -1)
 
 
 @of_arrays
 def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
-    """Return the sums of diagonal number `offset` of the matrices of the last two dims."""
+    """Return the sums of diagonal number `offset` of the matrices of the last two dims, [...].
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two dims.
+    """
     return sum(diagonal(_matrices(x, "trace"), offset=offset), axis=-1, dtype=dtype)
 
 
@@ -138,7 +164,13 @@ def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, or
 
 @of_arrays
 def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") -> DistArray:
-    """Return the norms of the matrices of the last two dims: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
+    """Return the norms of the matrices of the last two dims: "fro", "nuc", 1, -1, 2, -2, inf or -inf.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two dims, or `ord` is none of these.
+    """
     _matrices(x, "matrix_norm")
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
@@ -241,6 +273,11 @@ def norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False)
         The dims of the vectors or of the matrices; by default all, of which there are one or two unless `ord` is None.
     keepdims : bool
         These dims stay, of size 1.
+
+    Raises
+    ------
+    ValueError
+        If `axis` names more than two dims, or `ord` is none of these.
     """
     dims = tuple(range(x.ndim)) if axis is None else axis
     if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:

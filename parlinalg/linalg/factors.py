@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
@@ -146,13 +147,40 @@ class Factor:
         return found if like.ndim == 2 else reshape(found, (n,)).redistribute(like.layout.with_partial(()))
 
 
-class CholeskyFactor(Factor):
+class WithDeterminant(ABC):
+    """The determinant of a matrix whose factorization has triangles."""
+
+    dtype: np.dtype[Any]
+    grid: Grid
+
+    @abstractmethod
+    def _diagonal_and_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return numbers whose product is the determinant, but for the sign of the order of rows, and this.
+
+        Collective.
+        """
+
+    @property
+    def det(self) -> DistArray:
+        """The determinant of A."""
+        return scalar(determinant(*self._diagonal_and_order())[0], self.dtype, self.grid)
+
+    def slogdet(self) -> SlogdetResult:
+        """Return the sign (or phase) of the determinant and the logarithm of its size."""
+        _, sign, log = determinant(*self._diagonal_and_order())
+        real = np.empty(0, self.dtype).real.dtype
+        return SlogdetResult(scalar(sign, self.dtype, self.grid), scalar(log, real, self.grid))
+
+
+class CholeskyFactor(WithDeterminant, Factor):
     """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`.
 
     With `passing` only `L` is made.  It is not moved if every rank receives all panels of it: each keeps its block.
     """
 
     maker = "cho_factor"
+    zero = None
+    """No number of the diagonal of L is 0."""
     _made: DistArray | None = None
     """L where the factorization made it as the result, which it is then alone."""
 
@@ -220,12 +248,25 @@ class CholeskyFactor(Factor):
         lower, shape = not self._whole, self.shape
         return self.tiles.home(self._t, self.rows, self.columns, shape, self.layout, lower=lower)  # type: ignore[arg-type]
 
-    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
-        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
+    def _diagonal_and_order(self) -> tuple[np.ndarray, np.ndarray]:
+        found = np.zeros(self.shape[0])
+        if not self.grid.backend.values:
+            found += 1
+        elif self._whole:
+            found[:] = self.grid.backend.to_host(self._t.diagonal()).real
+        elif self.grid.inside:
+            rows, columns = self.rows[self.tiles.i], self.columns[self.tiles.j]
+            numbers, at, also = np.intersect1d(rows, columns, return_indices=True)
+            found[numbers] = self.grid.backend.to_host(self._t[at, also]).real
+        every = np.array(self.tiles.worst(found.tolist()), np.empty(0, self.dtype).real.dtype)  # the others have 0
+        return np.repeat(every, 2), np.arange(0)
+
+    def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
+        """Return what `solve` does, with `adjoint` too; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[0]
         x, columns, matrix = self._right_hand_sides(b, self.rows, n, check)
-        for adjoint in (False, True):
-            triangular.substitute(self.tiles, self._t, self.rows, x, n, columns, lower=True, adjoint=adjoint)
+        for turned in (False, True):
+            triangular.substitute(self.tiles, self._t, self.rows, x, n, columns, lower=True, adjoint=turned)
         return self._home(x, self.rows, columns, n, matrix, b)
 
 
@@ -243,7 +284,7 @@ class Identity(NamedTuple):
         return _ones_where_equal(*tiles.places(tiles.rows(self.shape[0]), columns)[grid.rank], grid, dtype)
 
 
-class LUFactor(Factor):
+class LUFactor(WithDeterminant, Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`.
 
     With `spent` A and b are emptied, so that their memory is free for the factorization.  They must be finite, and no
@@ -448,21 +489,10 @@ class LUFactor(Factor):
             self.tiles.home(upper.astype(self.dtype, copy=False), tops, self._columns, (k, n), self.layout),
         )
 
-    @property
-    def det(self) -> DistArray:
-        """The determinant of A."""
-        self._square()
-        return scalar(determinant(self.diagonal, self.permutation)[0], self.dtype, self.grid)
-
-    def slogdet(self) -> SlogdetResult:
-        """Return the sign (or phase) of the determinant and the logarithm of its size."""
-        self._square()
-        _, sign, log = determinant(self.diagonal, self.permutation)
-        return SlogdetResult(scalar(sign, self.dtype, self.grid), scalar(log, self.diagonal.real.dtype, self.grid))
-
-    def _square(self) -> None:
+    def _diagonal_and_order(self) -> tuple[np.ndarray, np.ndarray]:
         if self.shape[0] != self.shape[1]:
             raise LinAlgError(f"only square matrices have determinants, not {self.shape}")
+        return self.diagonal, self.permutation
 
 
 class QRFactor(Factor):

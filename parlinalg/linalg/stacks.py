@@ -44,13 +44,30 @@ class Local:
         return found
 
 
-class LocalCholesky(Local):
+class LocalWithDeterminant(Local):
+    """A factorization with triangles; `diagonal` has the numbers whose product is the determinant, up to its sign."""
+
+    diagonal: np.ndarray
+    order: np.ndarray
+
+    @property
+    def det(self) -> np.ndarray:
+        """The determinant of A."""
+        return np.asarray(determinant(self.diagonal, self.order)[0], self._t.dtype)
+
+    def slogdet(self) -> tuple[Any, Any]:
+        """Return the sign (or phase) of the determinant and the logarithm of its size."""
+        return determinant(self.diagonal, self.order)[1:]
+
+
+class LocalCholesky(LocalWithDeterminant):
     """A = L Lᴴ of a matrix that a rank has; `minor` is the order of the first minor that is not positive, or 0."""
 
     def __init__(self, a: np.ndarray) -> None:
         t = namespace(a).array(a, order="C")
         self.minor = kernels.cholesky(t) if len(a) else 0
         self._t = np.tril(t)
+        self.diagonal, self.order = np.repeat(np.diag(self._t).real, 2), np.arange(0)
         if self.minor:
             self.problem = (
                 f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not positive"
@@ -64,7 +81,7 @@ class LocalCholesky(Local):
         return x
 
 
-class LocalLU(Local):
+class LocalLU(LocalWithDeterminant):
     """P A = L U of a matrix that a rank has."""
 
     def __init__(self, a: np.ndarray) -> None:
@@ -89,15 +106,6 @@ class LocalLU(Local):
         m, n = self._t.shape
         k = min(m, n)
         return np.tril(self._t[:, :k], -1) + np.eye(m, k, dtype=self._t.dtype), np.triu(self._t[:k])
-
-    @property
-    def det(self) -> np.ndarray:
-        """The determinant of A."""
-        return np.asarray(determinant(self.diagonal, self.order)[0], self._t.dtype)
-
-    def slogdet(self) -> tuple[Any, Any]:
-        """Return the sign (or phase) of the determinant and the logarithm of its size."""
-        return determinant(self.diagonal, self.order)[1:]
 
 
 class LocalQR(Local):
@@ -252,7 +260,29 @@ class FactorStack(Factor):
         self._raise(self.grid.world.share(mine, others="alike"))
 
 
-class CholeskyStack(FactorStack):
+class StackWithDeterminant(FactorStack):
+    """Factorizations of matrices that tell the determinants."""
+
+    @property
+    def det(self) -> DistArray:
+        """The determinants."""
+        self._square("have determinants")
+        return self._results(lambda f: f.det, ())
+
+    def slogdet(self) -> SlogdetResult:
+        """Return the signs (or phases) of the determinants and the logarithms of their sizes."""
+        self._square("have determinants")
+        real = np.empty(0, self.dtype).real.dtype
+        return SlogdetResult(
+            self._results(lambda f: f.slogdet()[0], ()), self._results(lambda f: f.slogdet()[1], (), real)
+        )
+
+    def _square(self, what: str) -> None:
+        if self.shape[-2] != self.shape[-1]:
+            raise LinAlgError(f"only square matrices {what}, not {self.shape}")
+
+
+class CholeskyStack(StackWithDeterminant):
     """The factorizations A = L Lᴴ of Hermitian positive definite matrices [..., n, n]; made by `cho_factor`."""
 
     maker = "cho_factor"
@@ -266,13 +296,13 @@ class CholeskyStack(FactorStack):
         """The lower triangular factors, in the layout of A."""
         return self._results(lambda f: f.L if self.together else f._t, self.shape[-2:])
 
-    def solution(self, b: DistArray, *, check: bool = False) -> DistArray:
-        """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
+    def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
+        """Return what `solve` does, with `adjoint` too; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[-1]
         return self._solved(b, n, n, lambda f, each: f.solution(each), check)
 
 
-class LUStack(FactorStack):
+class LUStack(StackWithDeterminant):
     """The factorizations P A = L U of matrices [..., m, n]; made by `lu_factor`."""
 
     maker = "lu_factor"
@@ -329,24 +359,6 @@ class LUStack(FactorStack):
             self._results(lambda f: f.factors()[0], (m, k)),
             self._results(lambda f: f.factors()[1], (k, n)),
         )
-
-    @property
-    def det(self) -> DistArray:
-        """The determinants."""
-        self._square("have determinants")
-        return self._results(lambda f: f.det, ())
-
-    def slogdet(self) -> SlogdetResult:
-        """Return the signs (or phases) of the determinants and the logarithms of their sizes."""
-        self._square("have determinants")
-        real = np.empty(0, self.dtype).real.dtype
-        return SlogdetResult(
-            self._results(lambda f: f.slogdet()[0], ()), self._results(lambda f: f.slogdet()[1], (), real)
-        )
-
-    def _square(self, what: str) -> None:
-        if self.shape[-2] != self.shape[-1]:
-            raise LinAlgError(f"only square matrices {what}, not {self.shape}")
 
 
 class QRStack(FactorStack):

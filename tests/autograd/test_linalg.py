@@ -291,8 +291,25 @@ def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> N
     counted.times = 0
     s, e = positive(c), tensor(sides[:, 0].copy(), grid, LAYOUTS[1][0])
     z = linalg.cho_factor(s)
-    (z.solve(e).sum() + z.solve(z.solve(d)).sum() + z.L.sum()).backward()
+    (z.solve(e).sum() + z.solve(z.solve(d)).sum() + z.L.sum() + z.det + z.slogdet().logabsdet).backward()
     assert counted.times == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5), (13, 3, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_determinants_of_positive_matrices(shape: tuple[int, ...], dtype: Any, grid: Grid) -> None:
+    """Those of Cholesky factors have the gradients of `det` and `slogdet`; what is above the diagonal is not read."""
+    a = spaced(*shape, dtype=dtype)
+    a = a @ a.conj().swapaxes(-1, -2) + np.eye(shape[-1])
+    layout = grid.default_layout(shape)
+    x, y = tensor(np.tril(a) + 7 * np.triu(np.ones(shape), 1), grid, layout), tensor(a, grid, layout)
+    factor, (_, log) = linalg.cho_factor(x), linalg.slogdet(y)
+    assert np.array_equal(factor.slogdet().sign.gather(), np.ones(shape[:-2]))
+    ((3 * factor.det).real.sum() - factor.slogdet().logabsdet.sum()).backward()
+    ((3 * linalg.det(y)).real.sum() - log.sum()).backward()
+    close(factor.det.data.gather(), np.linalg.det(a), 1e-11)
+    close(x.grad.gather(), y.grad.gather(), 1e-11)
+    assert x.grad.layout == y.grad.layout
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5), (13, 3, 3)], ids=str)

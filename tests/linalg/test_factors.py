@@ -180,6 +180,12 @@ class TestLayers:
             b = random((n, 3), dtype, rng)
             y = factor.solve(pla.distribute(b, grid, Layout(None, grid.axes[0]))).gather()
             small(norm(s @ y - b), norm(s) * norm(y), n, dtype, what)
+            sign, log = factor.slogdet()
+            half = np.log(np.diag(factor.L.gather()).real.astype(float)).sum()
+            assert (sign.gather(), log.dtype, factor.det.dtype) == (1, lower.real.dtype, dtype)
+            assert abs(log.gather() - 2 * half) <= n * eps(dtype) * (1 + abs(2 * half))
+            if abs(half) < 20:
+                assert abs(factor.det.gather() / np.exp(2 * half) - 1) <= 100 * (n + 1) * eps(dtype)
 
     @pytest.mark.parametrize("shape_of", [lambda n: (n, n), lambda n: (n + 11, n), lambda n: (n, n + 23)])
     def test_lu(self, grid, shape_of):

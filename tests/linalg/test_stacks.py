@@ -56,9 +56,10 @@ def test_stacks_of_factors(grid, stacks, dtype):
     assert (np.abs(np.triu(l.gather(), 1)).max(initial=0), np.abs(np.tril(u.gather(), -1)).max(initial=0)) == (0, 0)
     assert np.abs(l.gather()).max(initial=1) < 1 + 1e-6
     assert lu.permutation.shape == (*stacks, n)
-    same(lu.det, np.linalg.det(a), tol)
-    for got, want in zip(lu.slogdet(), np.linalg.slogdet(a), strict=True):
-        same(got, want, tol)
+    for factor, each in ((lu, a), (cholesky, s)):
+        same(factor.det, np.linalg.det(each), tol)
+        for got, want in zip(factor.slogdet(), np.linalg.slogdet(each), strict=True):
+            same(got, want, tol)
     for b in sides(stacks, n, dtype, rng):
         B = placed(grid, b, rng)
         for x, matrices in (
