@@ -178,8 +178,8 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
     uneven = down_tiles, (C - 1) / 2  # tiles that the busiest rank has more, times the ranks that share them
     most = 1 + 1.5 * sum(uneven) / steps + 3 * math.prod(uneven) / steps**2
     flops = 2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3
+    # elements of a rank's rows of all panels, and of its columns of all rows beside them
     left, below = (m * k - k**2 / 2) / R, (n * k - k**2 / 2) / C
-    """Elements of a rank's rows of all panels, and of its columns of all rows beside them."""
     if routine in REDUCTIONS:
         sides = 2 if routine == "svd" else 1
         calls = k * 2 * sides * 2 * math.log2(ranks)

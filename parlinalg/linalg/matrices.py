@@ -31,7 +31,7 @@ NEGLIGIBLE = 10
 
 
 def as_matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
-    """Return an array of matrices in a floating dtype; refuse what is none."""
+    """Return an array of matrices in a floating dtype; refuse anything else."""
     if not isinstance(x, DistArray):
         raise no_array(name, type(x).__name__)
     x.grid.check_open()  # alike on any number of ranks, of which one would not communicate

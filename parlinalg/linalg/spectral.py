@@ -228,8 +228,8 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
         k = m and l = n for U and Vᴴ, else both are min(m, n).
 
     U and Vᴴ lie like `x`, the values like its columns.  No rank holds more than a few times its share of the matrices.
-    Several GPUs find the polar decomposition first, and then
-    the eigenvectors of its Hermitian factor (Nakatsukasa and Higham 2013).
+    Several GPUs find the polar decomposition first, and then the eigenvectors of its Hermitian factor (Nakatsukasa and
+    Higham 2013).
 
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
     as of `eigh`.  Of columns and rows that complete a basis the space counts.

@@ -268,7 +268,7 @@ def triangular_solution(
 def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> tuple[DistArray, bool]:
     """Return x of op(A) x = b for few right-hand sides, which move to where A lies.
 
-    Beside it, whether all ranks know that x and the diagonal are finite.
+    The second result is True if all ranks know that x and the diagonal are finite.
     """
     grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
     (first, second), own = layout.dims[::-1] if adjoint else layout.dims, b.layout

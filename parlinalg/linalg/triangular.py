@@ -33,7 +33,7 @@ def substitute(
     tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, sides: Sequence[Numbers], *, lower: bool,
     adjoint: bool = False, unit: bool = False,
 ) -> None:  # fmt: skip
-    """Replace b by the solution x of `op(T) x = b`, without a word about overflow, as BLAS.  Collective over the grid.
+    """Replace b by the solution x of `op(T) x = b`, without warnings of overflow, as BLAS.  Collective over the grid.
 
     Parameters
     ----------
@@ -271,11 +271,10 @@ def solved_in_common(
 ) -> tuple[Any, bool] | None:  # fmt: skip
     """Return this rank's block of the solution x of T x = b, where T rests; None without shared memory.
 
-    Right-hand sides, sums and solutions lie in shared memory.  A rank waits for the piece of the
-    solution that it needs next, or for the sums in the rows of its own piece, never for all ranks.  The ledger counts
-    what `solved` receives.  Collective over all ranks, who get None together.
-
-    Beside the block it is returned, alike on all ranks, whether the solution and the diagonal are finite.
+    Right-hand sides, sums and solutions lie in shared memory.  A rank waits for the piece of the solution that it needs
+    next, or for the sums in the rows of its own piece, never for all ranks.  The ledger counts what `solved` receives.
+    The second result is True, on all ranks, if the solution and the diagonal are finite.  Collective over all ranks,
+    which get None together.
 
     Parameters
     ----------

@@ -438,6 +438,8 @@ def test_whole_numbers_with_pivots_are_exact(grid, dtype):
         upper = np.triu(rng.integers(-1, 2, (n, n)) * (rng.random((n, n)) < 0.2), 1).astype(dtype)
         upper += np.diag(rng.choice([-2, -1, 1, 2], n))
         order = rng.permutation(n)
+        if n > 1 and parity(order) == (1 if n < 40 else -1):  # both signs of determinants
+            order[[0, 1]] = order[[1, 0]]
         a = upper[order]
         x = rng.integers(-4, 5, (n, 3)).astype(dtype)
         layout = layouts(grid.axes, 2, partial=False)[n % len(layouts(grid.axes, 2, partial=False))]

@@ -344,6 +344,23 @@ def test_matrices_of_subnormal_numbers(grid, dtype):
     assert int(linalg.lstsq(x, x[:, 0])[2]) == 7
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_that_are_nearly_equal_in_both_halves(grid, dtype):
+    """Wilkinson's matrices with small numbers between them: divide and conquer turns vectors into each other."""
+    n = 147
+    a = np.diag(np.tile(abs(np.arange(21) - 10.0), 7)) + np.eye(n, k=1) + np.eye(n, k=-1)
+    for k in range(21, n, 21):
+        a[k - 1, k] = a[k, k - 1] = 100 * eps(dtype)
+    a = a.astype(dtype)
+    x = pla.distribute(a, grid, Layout(grid.axes, None))
+    (w, v), (u, s, vh) = ((y.gather() for y in found) for found in (linalg.eigh(x), linalg.svd(x)))
+    unit, size = n * eps(dtype), norm(a)
+    for left, values, right in ((v, w, v.T), (u, s, vh)):
+        assert norm((left * values) @ right - a) < BOUND * unit * size
+        assert norm(left.T @ left - np.eye(n)) < BOUND * unit
+        assert norm(right @ right.T - np.eye(n)) < BOUND * unit
+
+
 @pytest.mark.parametrize("routine", ["eigvalsh", "svdvals", "lstsq"])
 def test_iterations_that_do_not_converge_are_errors_on_all_ranks(world, backend, routine, monkeypatch):
     """Ranks outside of the grid included, which have no values."""
