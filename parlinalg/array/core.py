@@ -560,6 +560,9 @@ class DistArray(NDArrayOperatorsMixin):
     def __complex__(self) -> complex:
         return self._scalar(complex)
 
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return self._scalar(lambda number: round(number, ndigits))
+
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(f"the truth value of an array of shape {self.shape} is ambiguous; use any() or all()")
@@ -628,6 +631,8 @@ class DistArray(NDArrayOperatorsMixin):
         return reduced(self)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if not self.ndim and copy is not False:  # a number, as float() gives; collective as well
+            return np.asarray(self.item(), self.dtype if dtype is None else dtype)
         raise TypeError(
             "a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use pla.asnumpy(x) "
             "or .gather() for the global array, .block for this rank's part; pla.stack([x, y]) for one array of several"

@@ -72,6 +72,7 @@ _INSTEAD: dict[Callable[..., Any], str] = {
     np.savez_compressed: "parlinalg.save('a.h5', a, dataset='a', compression='gzip')",
     np.array2string: "str(a), on all ranks",
     np.array_str: "str(a), on all ranks",
+    np.array_repr: "str(a), on all ranks",
 }
 
 

@@ -656,9 +656,11 @@ handles(np.argpartition)(_partition("argpartition", sorting.argsort))
 @handles(np.lexsort)
 def _lexsort(keys: Any, axis: int = -1) -> DistArray:
     keys = list(joining.unstack(keys) if isinstance(keys, DistArray) else keys)
+    keys = [_array(key, "lexsort") for key in keys]
+    if len({key.shape for key in keys}) > 1:
+        raise ValueError(f"np.lexsort takes keys of one shape, not {[key.shape for key in keys]}")
     order: Any = None
     for key in keys:
-        key = _array(key, "lexsort")
         near = key if order is None else joining.take_along_axis(key, order, axis)
         found = sorting.argsort(near, axis)
         order = found if order is None else joining.take_along_axis(order, found, axis)

@@ -102,6 +102,11 @@ list(A)
 [row.sum() for row in A]
 float(c)
 int(c)
+round(u[2])
+round(u[1], 1)
+np.float32(u[1])
+np.mean([u[0], u[1]]).item()
+[np.asarray(v.sum()).item(), np.array([u[0], u.mean()]).tolist()]
 f"{c:.3f}"
 f"{A.sum():8.2e}"
 bool((A == A).all())

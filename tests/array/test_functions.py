@@ -219,6 +219,10 @@ def test_functions_that_have_another_name_here_are_refused_with_it(grid):
         np.save("a.npy", x)
     with pytest.raises(TypeError, match=r"np\.array2string takes no distributed arrays; write str\(a\)"):
         np.array2string(x)
+    with pytest.raises(ValueError, match=r"np\.lexsort takes keys of one shape, not \[\(4,\), \(3,\)\]"):
+        np.lexsort((x[0], x[0, 1:]))
+    with pytest.raises(TypeError, match=r"only an array without dims becomes a Python scalar"):
+        round(x)
     with pytest.raises(TypeError, match=r"pla\.stack\(\[x, y\]\) for one array of several"):
         np.sum([x, x], axis=0)
 
