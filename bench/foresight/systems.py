@@ -42,7 +42,8 @@ class Run:
     library, which is what Megatron's selective recomputation comes to.  With `fused` the published software's products
     add to the gradients of earlier microbatches (`gradient_accumulation_fusion`, in Megatron-LM since 2022).  With an
     `intermediate` size the model is a Llama with so many `kv_heads`, else a GPT.  `context` ranks share a sequence on a
-    ring.
+    ring.  `schedule` is the pipeline's, by default interleaved where there are chunks, else 1F1B.  With `kept` the
+    published software keeps attention's scores and recomputes nothing.
     """
 
     hidden: int
@@ -65,6 +66,8 @@ class Run:
     kv_heads: int | None = None
     intermediate: int | None = None
     context: int = 1
+    schedule: str | None = None
+    kept: bool = False
 
     @property
     def data(self) -> int:
@@ -108,7 +111,9 @@ class Run:
         tensor = TensorConfig()
         if self.tensor > 1:
             tensor = TensorConfig(size=self.tensor, mode="1d", sequence_parallel=self.cuts)
-        schedule = None if self.pipeline == 1 else "interleaved" if self.chunks > 1 else "1f1b"
+        schedule = None
+        if self.pipeline > 1:
+            schedule = self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
         return Candidate(
             self.data, self.pipeline, self.context, 1, tensor, self.zero, self.microbatches, schedule,
             self.chunks if self.chunks > 1 else None, self.recompute, self.dtype,
@@ -189,7 +194,7 @@ class Megatron(TracedModel):
                 forward = e.name == "attention.forward"
                 wide, narrow = (Gemm(batch, s, s, width, self.run.dtype), Gemm(batch, s, width, s, self.run.dtype))
                 drops = 2 * HALF + 1 if self.run.dropout else 0
-                if not forward and self.run.recompute is None:  # selective recomputation: the scores are made again
+                if not (forward or self.run.recompute or self.run.kept):  # selective: the scores are made again
                     yield from (wide, _kernel("softmax", 2 * HALF * scores), _kernel("dropout", drops * scores))
                 if forward:
                     yield wide
@@ -358,6 +363,99 @@ MPT_H100 = _mpt(
     ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 1039),
 )  # fmt: skip
 """MosaicML, LLM Foundry, scripts/train/benchmarking: H100 80GB, bfloat16, a sample of the rows of 1B and more."""
+
+MEGASCALE = tuple(
+    Published(
+        f"175B on {ranks:,}, batch {batch:,}",
+        Run(12288, 96, 128, ranks, batch, 8, 8, 6, vocabulary=64000, cuts=True, zero=1, dtype="bfloat16", fused=True),
+        seconds,
+    )
+    for batch, rows in (
+        (768, ((256, 40.0), (512, 21.2), (768, 15.2), (1024, 11.9))),
+        (6144, ((3072, 29.02), (6144, 14.78), (8192, 12.24), (12288, 8.57))),
+    )
+    for ranks, seconds in rows
+)
+"""Jiang et al. 2024, table 2, rows of Megatron-LM; sequence cuts and ZeRO 1 are assumed."""
+
+
+def _zero_bubble() -> Iterator[Published]:
+    """Yield the rows of table 4 of Qi et al. 2024 whose schedules the library has, by samples a second of a GPU."""
+    for name, layers, heads, hidden, ranks, microbatch, counts, rows in (
+        ("1.5B", 22, 24, 2304, 8, 6, (24, 32, 64), ((11.8, 12.5, 13.6), (13.1, 13.4, 13.9), (12.9, 13.4, 14.2))),
+        ("6.2B", 30, 32, 4096, 8, 3, (24, 32, 64), ((3.50, 3.70, 4.03), (4.01, 4.08, 4.19), (3.88, 4.00, 4.20))),
+        ("14.6B", 46, 40, 5120, 16, 1, (48, 64, 128), ((1.40, 1.49, 1.64), (1.54, 1.59, 1.66), (1.61, 1.67, 1.76))),
+        ("28.3B", 62, 48, 6144, 32, 1, (96, 128, 256), ((0.76, 0.80, 0.88), (0.82, 0.85, 0.90), (0.87, 0.90, 0.96))),
+    ):
+        stage = (layers + 2) // ranks
+        for (schedule, chunks), rates in zip((("1f1b", 1), ("interleaved", stage), ("zb-h1", 1)), rows, strict=True):
+            for count, rate in zip(counts, rates, strict=True):
+                batch = microbatch * count
+                run = Run(hidden, layers, heads, ranks, batch, pipeline=ranks, chunks=chunks, microbatch=microbatch,
+                          sequence=1024, schedule=schedule, fused=True, kept=True)  # fmt: skip
+                yield Published(f"{name}, {schedule}, {count} microbatches", run, batch / ranks / rate)
+
+
+ZERO_BUBBLE = tuple(_zero_bubble())
+"""Qi et al. 2024, tables 3 and 4."""
+
+BLOOM = tuple(
+    Published(
+        f"{hidden} × {layers}, {heads} heads, {tensor} × {pipeline}, microbatch {microbatch}",
+        Run(hidden, layers, heads, 384, 2048, tensor, pipeline, microbatch=microbatch, vocabulary=250880, zero=1,
+            recompute="block", dtype="bfloat16"),
+        seconds,
+    )
+    for hidden, layers, heads, tensor, pipeline, microbatch, seconds in (
+        (12288, 106, 64, 4, 12, 2, 116.54), (12288, 106, 96, 4, 12, 2, 118.79), (12288, 106, 128, 4, 12, 2, 121.42),
+        (12288, 106, 96, 4, 12, 4, 120.34), (12288, 100, 64, 8, 6, 2, 139.72), (12288, 100, 64, 8, 6, 4, 120.96),
+        (13312, 82, 64, 8, 12, 4, 111.79), (13312, 82, 64, 4, 12, 2, 104.45), (13312, 82, 104, 4, 12, 2, 123.71),
+        (13312, 82, 128, 4, 12, 2, 108.78), (13312, 82, 64, 4, 12, 4, 104.82), (13312, 94, 128, 4, 12, 2, 124.10),
+        (14336, 70, 64, 8, 12, 2, 121.63), (14336, 70, 64, 4, 12, 2, 102.03), (14336, 70, 112, 4, 12, 2, 104.50),
+        (14336, 70, 128, 4, 12, 2, 105.89), (14336, 70, 64, 4, 12, 4, 102.27),
+    )
+)  # fmt: skip
+"""BigScience, tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers": tensor × pipeline ranks, seconds."""
+
+
+SHOEYBI = tuple(
+    Published(
+        f"{name} on {ranks}",
+        Run(hidden, layers, heads, ranks, batch, tensor, microbatch=8, sequence=1024, recompute="block"),
+        seconds,
+    )
+    for name, hidden, layers, heads, ranks, batch, tensor, seconds in (
+        ("355M", 1024, 24, 16, 64, 512, 1, 0.86 * 86400 / 68507),
+        ("2.5B", 1920, 54, 20, 128, 512, 2, 2.27 * 86400 / 68507),
+        ("8.3B", 3072, 72, 24, 512, 512, 8, 2.10 * 86400 / 68507),
+    )
+)
+"""Shoeybi et al. 2019, table 2: days for 68,507 steps."""
+
+SPEEDUPS = tuple(
+    (tensor, Run(1536, 40, 16, tensor, 8, tensor, microbatch=8, sequence=1024, recompute="block"), speedup)
+    for tensor, speedup in ((1, 1.0), (2, 1.64), (4, 2.34), (8, 2.98))
+)
+"""Shoeybi et al. 2019, table 8: tensor parallel GPUs, the run, and its speed by that of one GPU."""
+
+
+def against_zero(stage: int) -> Iterator[tuple[str, list[Run], float]]:
+    """Yield rows of table 2 of Narayanan et al. 2021 as `narayanan` yields those of table 1: of tensor and pipeline
+    parallelism (stage 0), or of ZeRO 3, by DeepSpeed."""
+    for name, hidden, layers, heads, ranks, batch, microbatch, rate in (
+        ("174.6B", 12288, 96, 96, 384, 1536, 4, 144), ("174.6B", 12288, 96, 96, 768, 1536, 2, 88),
+        ("174.6B", 12288, 96, 96, 1536, 1536, 1, 44),
+    ) if stage else ():  # fmt: skip
+        yield name, [Run(hidden, layers, heads, ranks, batch, microbatch=microbatch, recompute="block", zero=3)], rate
+    for name, hidden, layers, heads, pipeline, ranks, batch, rate in (
+        ("174.6B", 12288, 96, 96, 12, 384, 1536, 153), ("174.6B", 12288, 96, 96, 12, 768, 1536, 149),
+        ("174.6B", 12288, 96, 96, 12, 1536, 1536, 141), ("529.6B", 20480, 105, 128, 35, 560, 2240, 171),
+        ("529.6B", 20480, 105, 128, 35, 1120, 2240, 167), ("529.6B", 20480, 105, 128, 35, 2240, 2240, 159),
+    ) if not stage else ():  # fmt: skip
+        chunks = [v for v in (1, 2, 3, 4, 8) if layers // pipeline % v == 0]
+        runs = [Run(hidden, layers, heads, ranks, batch, 8, pipeline, v, recompute="block") for v in chunks]
+        yield name, [run for run in runs if run.possible()], rate
+
 
 LLAMA = {
     "7B": (4096, 32, 32, 32, 11008), "8B": (4096, 32, 32, 8, 14336), "13B": (5120, 40, 40, 40, 13824),

@@ -264,6 +264,17 @@ def test_more_bytes_take_no_less(name: str, op: str, ranks: int, local: int, nby
     assert more >= 0.6 * few  # between measured points the sums are not smooth
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["a100", "h100", "v100"])
+def test_gathers_between_nodes_of_gpus_are_rings(name: str, op: str) -> None:
+    """NCCL's model of a ring (src/graph/tuning.cc): 1.9 (LL128) to 3.4 µs (Simple) a step over NVLink, 4.0 to 9.6
+    between nodes, of which there are as many as other ranks and other nodes."""
+    machine = load_machine(name)
+    for nodes in (16, 192):
+        least, most = ((8 * nodes - nodes) * a + (nodes - 1) * b for a, b in ((1.9e-6, 4e-6), (3.4e-6, 9.6e-6)))
+        assert least < machine.transfer(op, 8, 8 * nodes, 8, 8, 8 * nodes).total < most
+
+
 def test_a_switch_that_adds_moves_fewer_bytes() -> None:
     """8 H100s: all-reduces of 1 GiB at 480 GB/s of what rings move, 2 (p - 1) / p of it, and all-gathers at 360."""
     node = load_machine("h100")

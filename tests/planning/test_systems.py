@@ -46,6 +46,21 @@ def test_a_row_of_h100s_is_what_the_page_says(systems: Any) -> None:
     assert [each.seconds for each in made] == pytest.approx([float(own), float(fused)], rel=0.01)
 
 
+def test_rows_of_schedules_are_what_the_page_says(systems: Any) -> None:
+    """1F1B and ZB-H1 of the same microbatches; with Megatron-LM's kernels scores are kept."""
+    machine = load_machine("a100")
+    for row in (systems.ZERO_BUBBLE[0], systems.ZERO_BUBBLE[6]):
+        line = next(each for each in PAGE.read_text().splitlines() if each.startswith(f"| {row.name} |"))
+        published, own, _, theirs = (cell.strip() for cell in line.split("|")[2:6])
+        assert float(published) == pytest.approx(row.seconds, abs=0.01)
+        planned = row.run.predict(machine)
+        assert planned.candidate.schedule == row.run.schedule
+        assert planned.seconds == pytest.approx(float(own), rel=0.01)
+        kept = row.run.predict(machine, systems.Megatron).seconds
+        assert kept == pytest.approx(float(theirs), rel=0.01)
+        assert kept < replace(row.run, kept=False).predict(machine, systems.Megatron).seconds
+
+
 def test_traces_are_taken_again_on_another_machine(systems: Any) -> None:
     """A Llama on a ring: the traces of the first prediction serve for the second, which is that of a run of its own."""
     run = systems.Run(
