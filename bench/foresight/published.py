@@ -409,8 +409,8 @@ same for all tables. Two predictions stand beside each published figure:
 The figures of the file were chosen with the first table in sight (below); Korthikanti's, MosaicML's and MT-NLG's were
 then predicted without a change to the file or the model of time. One kernel of the second prediction, the copies of
 gathered sequences, was left out after Korthikanti's table had been seen. The third prediction and torchtitan's table
-came later, and on 2026-11-27, with no figure or rule changed before, the tables of ZeRO 3, schedules, MegaScale and
-BLOOM.
+came later, and on 2026-11-27 the tables of ZeRO 3, schedules, MegaScale and BLOOM: predicted with no figure or rule
+changed before, but for ZeRO 3's, whose gathers between nodes had become rings by then.
 
 ### Megatron-LM, weak scaling
 
