@@ -118,9 +118,10 @@ def eigvalsh(
         every = batches("eigvalsh", lambda xp, a: kernels.routines(a).eigvalsh(a), eigvalsh, x, lower=True)[0]
         return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
-    values = tridiagonal_values(reduced.d, reduced.e) / scale
+    found = tridiagonal_values(reduced.d, reduced.e)
+    values = found / scale  # which may overflow
     at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
-    failed, *ends = reduced.tiles.worst([not kernels.finite(values), at.start, at.stop])
+    failed, *ends = reduced.tiles.worst([not kernels.finite(found), at.start, at.stop])
     if failed:
         raise LinAlgError("Eigenvalues did not converge")
     at = slice(*map(int, ends))

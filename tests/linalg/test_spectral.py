@@ -372,3 +372,14 @@ def test_iterations_that_do_not_converge_are_errors_on_all_ranks(world, backend,
     a = pla.distribute(np.diag(np.arange(1.0, 8)), grid, Layout("a", None))
     with pytest.raises(np.linalg.LinAlgError, match="did not converge"):
         linalg.lstsq(a, a) if routine == "lstsq" else getattr(linalg, routine)(a)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_values_beyond_the_largest_number(grid, dtype):
+    """A matrix whose elements are in range may have an eigenvalue that is not: it is infinite, as LAPACK's."""
+    a = np.full((9, 9), 0.9 * np.finfo(dtype).max, dtype)
+    A = pla.distribute(a, grid, grid.default_layout(a.shape))
+    for function in (linalg.eigvalsh, lambda x: linalg.eigh(x)[0], linalg.svdvals, lambda x: linalg.svd(x)[1]):
+        values = np.sort(function(A).gather())
+        assert values[-1] == np.inf
+        assert np.abs(values[:-1]).max() < 100 * eps(dtype) * np.finfo(dtype).max
