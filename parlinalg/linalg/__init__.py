@@ -138,7 +138,7 @@ def diagonal(x: DistArray, /, *, offset: int = 0) -> DistArray:
     Raises
     ------
     ValueError
-        If there are fewer than two dims.
+        If there are fewer than two dims, or `offset` is no whole number.
     """
     return _diagonal(_matrices(x, "diagonal"), offset, -2, -1)
 
@@ -150,7 +150,7 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
     Raises
     ------
     ValueError
-        If there are fewer than two dims.
+        If there are fewer than two dims, or `offset` is no whole number.
     """
     return sum(diagonal(_matrices(x, "trace"), offset=offset), axis=-1, dtype=dtype)
 
@@ -158,7 +158,13 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
 @primitive
 @of_arrays
 def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> DistArray:
-    """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
+    """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf.
+
+    Raises
+    ------
+    ValueError
+        If `ord` is no number, or `axis` names a dim twice or one that `x` lacks.
+    """
     return reductions.vector_norm(x, ord, tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim), keepdims)
 
 
@@ -277,7 +283,7 @@ def norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False)
     Raises
     ------
     ValueError
-        If `axis` names more than two dims, or `ord` is none of these.
+        If `axis` names more than two dims, one twice or one that `x` lacks, or `ord` is none of these.
     """
     dims = tuple(range(x.ndim)) if axis is None else axis
     if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:

@@ -276,22 +276,28 @@ def plan_matmul(
 ) -> MatmulPlan:
     """Choose the grid and the kernel for `C[m, n] = A[m, k] B[k, n]` over `ranks` ranks.
 
-    Among all pm×pn×pk ≤ ranks whose largest block product ⌈m/pm⌉⌈n/pn⌉⌈k/pk⌉ is within 10% of the least possible, and
-    that fit the memory limit, it is the grid that moves the fewest words, then the one with the fewest messages
-    (pm + pn + pk − 3).  What is still equal is decided by the smaller largest block product, then by fewer ranks along
-    k (no sums to reduce), along n, and along m.
+    Candidates are the grids pm×pn×pk ≤ ranks that fit the memory limit and whose largest local product,
+    ⌈m/pm⌉⌈n/pn⌉⌈k/pk⌉ multiplications, is within 10% of the least possible.  The one that moves the fewest words is
+    chosen; of equal ones that with the fewest messages (pm + pn + pk − 3), then with the smallest local product, then
+    with fewer ranks along k (no sums to reduce), along n, and along m.
 
     Parameters
     ----------
     m, n, k : int
         Sizes of the product, zero allowed.
     ranks : int
-        Ranks there are; the plan may leave some idle (65 ranks for a cube: 4×4×4).
+        The ranks at hand; the plan may leave some idle, as one of 65 for a product of cubic shape (4×4×4).
     dtype : str or dtype
         Of A, B and C.
     memory : int or str, optional
         Bytes a rank may use for its blocks of A, B and C and for the kernel's buffers, or text such as "4GiB".  Whole
         gathered copies are preferred; where they do not fit, the operands are streamed in the widest panels that do.
+
+    Returns
+    -------
+    MatmulPlan
+        `factors` is (pm, pn, pk), `words` what a rank receives on average, `bound` the least possible; `explain()`
+        says why others lost.
 
     Raises
     ------

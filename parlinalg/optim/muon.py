@@ -54,8 +54,10 @@ class Muon(Matrixwise):
         Decoupled, of matrices and of what AdamW updates.
     adamw_lr : float, optional
         The learning rate of what AdamW updates; None is `lr`.
-    betas, eps
-        Of AdamW.
+    betas : tuple of two floats
+        AdamW's decay rates of the running means.
+    eps : float
+        AdamW's.
     adamw : sequence of str
         Further parameters for AdamW, by parts of their names; see `matrix_groups`.
     execution : {"home", "gram", "grid"}, optional
@@ -63,11 +65,16 @@ class Muon(Matrixwise):
     master : bool or dtype, optional
         See `Optimizer`.
 
+    Raises
+    ------
+    ConfigError
+        If an option is out of its range, or the parameters are not as `Optimizer` takes them.
+
     Notes
     -----
-    The names, the defaults of Newton–Schulz and the way the momentum is written are those of `torch.optim.Muon`, which
-    iterates in bfloat16, and here in the dtype of the states.  Weights are stored [inputs, outputs] here, transposed
-    from PyTorch's.
+    The names of arguments, the defaults of Newton–Schulz and the form of the momentum are those of `torch.optim.Muon`.
+    That one iterates in bfloat16, this one in the dtype of the states.  Weights are stored [inputs, outputs] here,
+    transposed from PyTorch's.
     """
 
     NAME: ClassVar[str] = "muon"

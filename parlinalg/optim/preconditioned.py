@@ -261,7 +261,7 @@ class Shampoo(Preconditioned):
         See `Optimizer`; groups without an option "matrices" are split by `matrix_groups`.
     lr : float
     momentum : float
-        At least 0 and below 1.
+        The decay of the running mean of gradients, at least 0 and below 1.
     beta2 : float
         1: the preconditioners are sums, as in the paper.  Below 1 they are running means `L = β₂ L + (1 - β₂) g gᵀ`,
         corrected for their start at zero (Shi et al., "A distributed data-parallel PyTorch implementation of the
@@ -269,22 +269,29 @@ class Shampoo(Preconditioned):
     damping : float
         Above 0.
     precondition_frequency : int
+        Steps between two computations of the roots, at least 1.
     block_size : int, optional
         A matrix with a longer side is cut into blocks of at most so many rows and columns, of about the same lengths,
         and each is preconditioned as a matrix of its own, grafting included (Shi et al.).  None: none is cut.
     max_precond_dim : int
-        A longer side, of a block if matrices are cut, has no preconditioner; the other side's exponent is then -1/2.
+        A side of a matrix, or of a block of one, that is longer has no preconditioner; the other side's exponent is
+        then -1/2.
     grafting : {None, "sgd", "adam"}
-        Whose step each matrix's direction takes the norm of (Anil et al., "Scalable second order optimization for deep
-        learning", 2020).
+        Each matrix's direction is scaled to the norm of this optimizer's step (Anil et al., "Scalable second order
+        optimization for deep learning", 2020).
     root : {"eigh", "newton"}
-        By eigenvalues, or by the coupled Newton iteration (Anil et al.).
+        Compute roots by eigenvalues, or by the coupled Newton iteration (Anil et al.).
     weight_decay : float
         Decoupled.
     adamw_lr, betas, eps, adamw
-        As of `Muon`; betas and eps also of grafting's Adam.
+        As for `Muon`; Adam's step for `grafting` has the same betas and eps.
     master : bool or dtype, optional
         See `Optimizer`.
+
+    Raises
+    ------
+    ConfigError
+        If an option is out of its range, or the parameters are not as `Optimizer` takes them.
     """
 
     NAME: ClassVar[str] = "shampoo"
@@ -379,26 +386,32 @@ class SOAP(Preconditioned):
         Of Adam in the eigenbasis, and of AdamW; each at least 0 and below 1.
     eps : float
     precondition_frequency : int
+        Steps between two refreshments of the bases, at least 1.
     max_precond_dim : int
-        A longer side keeps its own basis.
+        A longer side of a matrix has no preconditioner: its basis stays the identity.
     weight_decay : float
         Decoupled.
     adamw_lr : float, optional
         The learning rate of what AdamW updates; by default `lr`.
-    adamw
-        As of `matrix_groups`.
+    adamw : sequence of str
+        Further parameters for AdamW, by parts of their names; see `matrix_groups`.
     master : bool or dtype, optional
         See `Optimizer`.
+
+    Raises
+    ------
+    ConfigError
+        If an option is out of its range, or the parameters are not as `Optimizer` takes them.
 
     Notes
     -----
     Grids sum gradients in different orders, so these differ by rounding.  Where eigenvectors are not unique, since the
     first gradient has equal singular values or is of low rank, the bases are those in which diag(1, …, n) is diagonal.
-    Elements of a turned gradient below 2⁻⁴⁰ of its largest one may be rounding of zeros, and are zeros.  So two grids
-    agree to rounding, times the largest eigenvalue of a preconditioner over its smallest ones that are not zero, whose
-    eigenvectors hang on rounding; the same holds of those of singular values that differ by little more than rounding.
-    In float32 what rounding leaves of a direction in which no gradient has a part counts as a gradient there, as for
-    Adam; a larger `eps` damps it.
+    Elements of `Qᵀ g Q` below 2⁻⁴⁰ of its largest one may be zeros but for rounding, and count as zeros.  So two grids
+    agree to rounding times the ratio of a preconditioner's largest eigenvalue to its smallest one that is not zero.
+    They agree less closely where singular values differ by little more than rounding, which then chooses the vectors.
+    In float32 the rounding in a direction that no gradient has counts as a gradient there, as for Adam; a larger
+    `eps` damps it.
     """
 
     NAME: ClassVar[str] = "soap"

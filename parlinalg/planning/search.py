@@ -66,14 +66,15 @@ def plan_training(
 ) -> TrainingPlan:  # fmt: skip
     """Return the fastest ways to train a model on so many ranks of a machine.  Pure: nothing is computed or sent.
 
-    Searched are all sizes and shapes of data, pipeline, sequence and tensor parallelism, pipeline schedules,
-    microbatches, ZeRO's stages, recomputation and the dtype, where the configuration leaves them open: what it gives
-    stays as it is.
+    The search covers all sizes and shapes of data, pipeline, sequence and tensor parallelism, pipeline schedules,
+    microbatches, ZeRO's stages, recomputation, the axis of experts, the dtype of products, and offloading, where the
+    configuration does not set them: what it sets stays as it is.
 
     Parameters
     ----------
     config : dict, str, Path or TrainingConfig
-        A `TrainingConfig` leaves nothing but `parallel`, `zero`, `schedule` and `precision` at their defaults open.
+        A configuration as a dict, the path of its file, or a parsed one.  Of a parsed one the keys `parallel`, `zero`,
+        `schedule` and `precision` are searched if they have their defaults, and all others are kept.
     ranks : int
     machine : Machine, str or path, optional
         The name of a shipped machine, or a file; by default the configuration's `machine`.
@@ -84,21 +85,27 @@ def plan_training(
         step takes all of them, as in training, and its data parallel ranks and microbatches may differ by a sample: a
         plan then counts the largest.
     best : int
-        How many to return.
+        How many plans to return at most.
     settings : sequence of str
-        Values of the configuration to replace, as on the command line.
+        Values of the configuration to replace, as by `--set` on the command line, such as "batch_size=64".
     exhaustive : bool
-        Trace every candidate in full: for tests of the search.
+        True to trace every candidate in full, which takes far longer; for tests of the search.
     fused_attention : bool or "library"
-        Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file: True, all
-        of it, as other systems have it; "library", what this library gives to cuDNN where its package is installed (no
-        dropout, masks by tables, documents or zigzag rings).  Without it the machine's file says so; the library writes
-        blocks of scores to memory.
+        Which attention of 16-bit floats counts as one fused kernel, by the rates in the machine's file: with True all
+        of it, as in other systems; with "library" what this library gives to cuDNN where its package is installed (no
+        dropout, masks given as tables, documents or zigzag rings); with False what the machine's file says.  Other
+        attention writes blocks of scores to memory.
+
+    Returns
+    -------
+    TrainingPlan
+        `best` has the plans, the fastest first; `configuration` and `write(path)` give the best one to
+        `parlinalg train`; `str(plan)` is a report, which also says why other candidates lost.
 
     Raises
     ------
     ConfigError
-        If the configuration, the machine or a number is wrong.
+        If the configuration or the machine is wrong, or `ranks`, `best`, `memory` or `global_batch` is no such number.
     PlanError
         If no candidate can split the batch, or none fits the memory; the message says the least that would do.
     """

@@ -28,18 +28,19 @@ class TrainingPlan:
     best : tuple of Planned
         The fastest first.
     lost : tuple of (str, int, str)
-        Groups of candidates that lost: what they have in common, how many they are, and why.
+        The other candidates in groups: what a group has in common, its size, and why it lost.
     candidates : int
-        How many there are.
+        How many candidates there are.
     traced : int
         How many were traced in full.
     proven : bool
         True if no candidate can be faster than the first, by its bound or its trace.
     seconds : float
-        Of the search.
+        How long the search took.
     given : dict
         The configuration that was searched.
     language : bool
+        True if the model is a language model, whose speed is in tokens.
     """
 
     machine: Machine
