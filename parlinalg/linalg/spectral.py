@@ -95,13 +95,19 @@ def eigh(
         return EighResult(*(each[..., choose(None)] for each in every))
     reduced, scale = _tridiagonal(x, "eigh")
     tiles, n = reduced.tiles, x.shape[0]
-    values, z, at = vectors(reduced, lambda w: choose(w / scale))
+    values, z, at = vectors(reduced, lambda w: choose(_unscaled(w, scale)))
     turned: np.ndarray = z.astype(x.dtype, copy=False)
     if x.grid.inside:
         reduced.times(turned)
-    values, layout = values[at] / scale, x.layout.with_partial(())
+    values, layout = _unscaled(values[at], scale), x.layout.with_partial(())
     found = tiles.home(turned, tiles.rows(n), tiles.columns(len(values)), (n, len(values)), layout)
     return EighResult(distributed(values, Layout(layout.dims[-1]), x.grid), found)
+
+
+def _unscaled(values: Any, scale: float) -> Any:
+    """Return values of a matrix that was multiplied by `scale`, without it; what is out of range is infinite."""
+    with np.errstate(over="ignore"):
+        return values / scale
 
 
 @primitive
@@ -119,7 +125,7 @@ def eigvalsh(
         return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
     found = tridiagonal_values(reduced.d, reduced.e)
-    values = found / scale  # which may overflow
+    values = _unscaled(found, scale)
     at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
     failed, *ends = reduced.tiles.worst([not kernels.finite(found), at.start, at.stop])
     if failed:
@@ -272,7 +278,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     del w
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
-    return SVDResult(u, distributed(values / scale, Layout(layout.dims[-1]), x.grid), v)
+    return SVDResult(u, distributed(_unscaled(values, scale), Layout(layout.dims[-1]), x.grid), v)
 
 
 def _turned(found: SVDResult, layout: Layout) -> SVDResult:
@@ -349,7 +355,7 @@ def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
     layout, grid = Layout(held[0].layout.dims[-1]), held[0].grid
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
-    return distributed(bidiagonal.values(reduced) / scale, layout, grid)
+    return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, grid)
 
 
 def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
@@ -360,7 +366,8 @@ def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
     held = [t]
     del t
     reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
-    return distributed(bidiagonal.values(reduced) / scale, Layout(factor.layout.dims[-1]), tiles.grid)
+    found = _unscaled(bidiagonal.values(reduced), scale)
+    return distributed(found, Layout(factor.layout.dims[-1]), tiles.grid)
 
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
