@@ -30,7 +30,8 @@ ROOTS = ("eigh", "newton")
 LEAST = 64
 """The rounding of the singular values of small matrices, in units of the largest one's."""
 NOTHING = 2.0**-40
-"""Elements below this part of the largest one may be rounding of zeros in float64; in float32 none count as such."""
+"""Elements below this part of the largest one count as zeros, of which rounding in float64 makes such; that in float32
+makes larger ones, which stay."""
 
 
 @dataclass
