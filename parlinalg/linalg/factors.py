@@ -147,6 +147,12 @@ class Factor:
         return found if like.ndim == 2 else reshape(found, (n,)).redistribute(like.layout.with_partial(()))
 
 
+def on_diagonal(t: Any, rows: Numbers, columns: Numbers) -> tuple[Numbers, Any]:
+    """Return the numbers of the elements of the diagonal among tiles with these rows and columns, and the elements."""
+    numbers, at, also = np.intersect1d(rows, columns, return_indices=True)
+    return numbers, t[at, also]
+
+
 class WithDeterminant(ABC):
     """The determinant of a matrix whose factorization has triangles."""
 
@@ -167,9 +173,9 @@ class WithDeterminant(ABC):
 
     def slogdet(self) -> SlogdetResult:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
-        _, sign, log = determinant(*self._diagonal_and_order())
-        real = np.empty(0, self.dtype).real.dtype
-        return SlogdetResult(scalar(sign, self.dtype, self.grid), scalar(log, real, self.grid))
+        diagonal, order = self._diagonal_and_order()
+        _, sign, log = determinant(diagonal, order)
+        return SlogdetResult(scalar(sign, self.dtype, self.grid), scalar(log, diagonal.real.dtype, self.grid))
 
 
 class CholeskyFactor(WithDeterminant, Factor):
@@ -179,8 +185,6 @@ class CholeskyFactor(WithDeterminant, Factor):
     """
 
     maker = "cho_factor"
-    zero = None
-    """No number of the diagonal of L is 0."""
     _made: DistArray | None = None
     """L where the factorization made it as the result, which it is then alone."""
 
@@ -255,9 +259,8 @@ class CholeskyFactor(WithDeterminant, Factor):
         elif self._whole:
             found[:] = self.grid.backend.to_host(self._t.diagonal()).real
         elif self.grid.inside:
-            rows, columns = self.rows[self.tiles.i], self.columns[self.tiles.j]
-            numbers, at, also = np.intersect1d(rows, columns, return_indices=True)
-            found[numbers] = self.grid.backend.to_host(self._t[at, also]).real
+            numbers, own = on_diagonal(self._t, self.rows[self.tiles.i], self.columns[self.tiles.j])
+            found[numbers] = self.grid.backend.to_host(own).real
         every = np.array(self.tiles.worst(found.tolist()), np.empty(0, self.dtype).real.dtype)  # the others have 0
         return np.repeat(every, 2), np.arange(0)
 
@@ -578,9 +581,7 @@ class QRFactor(Factor):
 
     def _diagonal(self) -> tuple[Numbers, Any]:
         """Return the numbers of the elements of R's diagonal that this rank has, and these."""
-        rows, columns = self.tops[self.tiles.i], self.columns[self.tiles.j]
-        numbers, at, also = np.intersect1d(rows, columns, return_indices=True)
-        return numbers, self._r[at, also]
+        return on_diagonal(self._r, self.tops[self.tiles.i], self.columns[self.tiles.j])
 
     def extremes(self, b: DistArray) -> tuple[float, float, float]:
         """Return the least size of an element of R's diagonal and the largest ones of elements of R and of b.

@@ -21,10 +21,9 @@ from parlinalg.grid import Grid
 from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import Machine
 from parlinalg.offload.disk import DiskFile, aligned, free_bytes, process_number
+from parlinalg.planning import kernel_rates
 from parlinalg.planning import machine as planning
 from parlinalg.planning.kernel_rates import (
-    PIECE,
-    SUMS,
     fitted_products,
     fused_attention_rates,
     fused_table,
@@ -132,14 +131,14 @@ def _computation(
         every = _agreed(comm, True, lambda: {"overhead": overhead(backend, gemm["float32"], thread_time)})
         found["overhead"] = max(found["overhead"], every["overhead"])
     operations = Kernels(
-        overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
+        overhead=found["overhead"], bandwidth=found[f"sum {kernel_rates.SUMS[-1]}"], source=source, call=found["call"],
         floor=floor, asynchronous=backend.cuda,
-        points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
+        points=tuple((float(n), found[f"sum {n}"]) for n in kernel_rates.SUMS),
         rates=rate_rows(found),
     )  # fmt: skip
     if not backend.cuda:  # on a GPU each copy is a launch
         pieces = _agreed(comm, at_work, lambda: {"seconds": piece_seconds(backend)})["seconds"]
-        passed = 2 * 4 * math.prod(PIECE)
+        passed = 2 * 4 * math.prod(kernel_rates.PIECE)
         operations = replace(operations, piece=max(0.0, pieces - passed / operations.bandwidth_at(passed)))
     return gemm, attention, operations
 

@@ -28,8 +28,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few points, each measured for a moment."""
     monkeypatch.setattr(kernel_rates, "GEMMS", kernel_rates.GEMMS[:3])
     monkeypatch.setattr(kernel_rates, "ON_GPU", ())  # too large for the stand-in
-    for module in (kernel_rates, measure):
-        monkeypatch.setattr(module, "SUMS", kernel_rates.SUMS[:2])
+    monkeypatch.setattr(kernel_rates, "SUMS", kernel_rates.SUMS[:2])
     monkeypatch.setattr(link_times, "RECEIVED", link_times.RECEIVED[:3])
     monkeypatch.setattr(kernel_rates, "POINT_SECONDS", 0.002)
     for name in ("ROWS", "ROWS_ON_GPU"):
