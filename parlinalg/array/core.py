@@ -60,7 +60,7 @@ class DistArray(NDArrayOperatorsMixin):
         self._shape = tuple(shape)
         self.layout = layout
         self.grid = grid
-        self.block = block
+        self.block = block if grid.backend.values else grid.backend.from_host(block)  # of floats never any
         self.order = order
         """The permutation of dims under which all ranks' blocks lie in C order; None is the identity, or unknown."""
         self._owner: DistArray | None = None  # the array in whose memory this one lies as a view

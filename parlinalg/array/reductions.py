@@ -157,7 +157,7 @@ def _centred_squares(block: Any, center: Any, dims: tuple[int, ...], keepdims: b
             found[0] += part
         else:
             found.append(part)
-    xp = namespace(block)
+    xp = namespace(found[0])
     return xp.asarray(found[0]) if len(found) == 1 else xp.concatenate(found)
 
 

@@ -49,14 +49,51 @@ def _shape(x: Any) -> tuple[int, ...]:
     return x.shape if hasattr(x, "shape") else np.shape(x)
 
 
+@cache
+def _reduced(name: str, kind: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a reduction or a running one by the function of this name."""
+    if name.startswith("logical"):
+        return np.dtype(np.bool_)
+    if kind.kind not in "biu":
+        return kind
+    found: np.dtype[Any] = getattr(np, name).resolve_dtypes((None, kind, None), reduction=True)[-1]
+    return found
+
+
+def _axis(axis: int, ndim: int) -> int:
+    """Return the number of a dim, counted from the first one."""
+    if not -ndim <= axis < ndim:
+        raise np.exceptions.AxisError(axis, ndim)
+    return axis % ndim
+
+
 def _axes(axis: Any, ndim: int) -> list[int]:
     if axis is None:
         return list(range(ndim))
-    given = axis if isinstance(axis, (tuple, list)) else (axis,)
-    for each in given:
-        if not -ndim <= each < ndim:
-            raise np.exceptions.AxisError(each, ndim)
-    return [each % ndim for each in given]
+    found = [_axis(each, ndim) for each in (axis if isinstance(axis, (tuple, list)) else (axis,))]
+    if len({*found}) < len(found):
+        raise ValueError(f"axis={axis} names a dim twice")
+    return found
+
+
+def _along(a: Any, axis: Any) -> tuple[int, ...]:
+    """Return the shape of what runs along a dim; along all elements in a row, if that is None."""
+    if axis is None:
+        return (a.size,)
+    _axis(axis, a.ndim)
+    shape: tuple[int, ...] = a.shape
+    return shape
+
+
+def _kinded(x: Any) -> Any:
+    """Return what NumPy promotes an operand by: its dtype, or a number itself."""
+    return x.dtype if hasattr(x, "dtype") else x
+
+
+@cache
+def _of_some(name: str) -> bool:
+    """Return True if the reduction of this name needs an element, as the largest of none is nothing."""
+    return name in ("argmax", "argmin") or getattr(getattr(np, name, None), "identity", 0) is None
 
 
 class Namespace:
@@ -95,10 +132,10 @@ class Namespace:
         if not lack_values(inputs) and not lack_values((out,)):
             return getattr(ufunc, method)(*inputs, **kwargs)
         if method == "reduce":
-            given = {k: v for k, v in kwargs.items() if k in ("axis", "keepdims", "dtype", "out")}
+            given = {k: v for k, v in kwargs.items() if k in ("axis", "keepdims", "dtype", "out", "initial")}
             return self._reduce(ufunc.__name__, inputs[0], **{"axis": 0, **given})
         if method == "accumulate":
-            return self.cumsum(inputs[0], **{"axis": 0, **kwargs})
+            return self._accumulate(ufunc.__name__, inputs[0], **{"axis": 0, **kwargs})
         if method == "outer":
             a, b = inputs
             return self._ufunc(ufunc, "__call__", (a[(...,) + (None,) * len(_shape(b))], b), kwargs)
@@ -116,9 +153,12 @@ class Namespace:
             outs = (self._laid_out(shape, dtypes[0], inputs),)
         else:
             outs = out if isinstance(out, tuple) else (out,)
-            for each in outs:
-                if each.shape != shape:
-                    check_fits(shape, each.shape)
+            for each, kind in zip(outs, dtypes, strict=True):
+                if each.shape != shape and np.broadcast_shapes(shape, each.shape) != each.shape:
+                    raise ValueError(f"{ufunc.__name__} gives an array of shape {shape}, out has {each.shape}")
+                rule = kwargs.get("casting", "same_kind")
+                if each.dtype != kind and not np.can_cast(kind, each.dtype, rule):
+                    raise TypeError(f"{ufunc.__name__} gives {kind}, which casting={rule!r} keeps from {each.dtype}")
         moved = sum(map(_size, inputs)) + sum(o.nbytes for o in outs)
         device.kernel(ufunc.__name__, moved, outs[0].size, outs[0].dtype)
         return outs[0] if len(outs) == 1 else outs
@@ -335,8 +375,11 @@ class Namespace:
         mine, theirs = (tuple(_axes(given, x.ndim)) for given, x in zip(axes, (a, b), strict=True))
         left = [d for d in range(a.ndim) if d not in mine]
         right = [d for d in range(b.ndim) if d not in theirs]
-        x = a.transpose((*left, *mine)).reshape(math.prod(a.shape[d] for d in left), -1)
-        y = b.transpose((*theirs, *right)).reshape(-1, math.prod(b.shape[d] for d in right))
+        if [a.shape[d] for d in mine] != [b.shape[d] for d in theirs]:
+            raise ValueError(f"tensordot of arrays of shapes {a.shape} and {b.shape}: dims {mine} and {theirs} differ")
+        m, n, k = (math.prod(x.shape[d] for d in dims) for x, dims in ((a, left), (b, right), (a, mine)))
+        x = a.transpose((*left, *mine)).reshape(m, k)
+        y = b.transpose((*theirs, *right)).reshape(k, n)
         return self.matmul(x, y).reshape((*(a.shape[d] for d in left), *(b.shape[d] for d in right)))
 
     def einsum(self, rule: str, *operands: Any, out: Any = None, optimize: Any = False, **_: Any) -> Any:
@@ -372,17 +415,17 @@ class Namespace:
 
     # -------------------------------------------------------------------------------------- reductions
     def _reduce(
-        self, name: str, a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
-    ) -> Any:
+        self, name: str, a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False,
+        initial: Any = None,
+    ) -> Any:  # fmt: skip
         axes = _axes(axis, a.ndim)
+        if _of_some(name) and initial is None and 0 in (a.shape[d] for d in axes):
+            raise ValueError(f"{name} of the shape {a.shape} over dims {axes}: there is no element, and no initial one")
         shape = [1 if d in axes else n for d, n in enumerate(a.shape) if keepdims or d not in axes]
         self._device.kernel(name, a.nbytes, a.size, a.dtype)
         if out is not None:
             return out
-        kind = a.dtype if dtype is None else np.dtype(dtype)
-        if dtype is None and name in ("add", "multiply", "sum", "prod") and kind.kind in "biu" and kind.itemsize < 8:
-            kind = np.dtype(np.uint64 if kind.kind == "u" else np.int64)
-        return ShapeArray(self._device, shape, kind)
+        return ShapeArray(self._device, shape, _reduced(name, a.dtype) if dtype is None else dtype)
 
     def sum(
         self, a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False, **_: Any
@@ -396,18 +439,17 @@ class Namespace:
             return np.prod(a, axis, dtype, keepdims=keepdims)
         return self._reduce("multiply", a, axis, dtype, out, keepdims)
 
-    def _largest(self, name: str, a: Any, axis: Any, out: Any, keepdims: bool) -> Any:
+    def _largest(self, name: str, a: Any, axis: Any, out: Any, keepdims: bool, more: dict[str, Any]) -> Any:
         if not isinstance(a, ShapeArray):
-            return getattr(np, name)(a, axis, keepdims=keepdims)
-        if not a.size and 0 in (a.shape[d] for d in _axes(axis, a.ndim)):
-            raise ValueError("an array without elements has no largest one")
-        return self._reduce("maximum" if name == "max" else "minimum", a, axis, None, out, keepdims)
+            return getattr(np, name)(a, axis, keepdims=keepdims, **more)
+        of = "maximum" if name == "max" else "minimum"
+        return self._reduce(of, a, axis, None, out, keepdims, more.get("initial"))
 
-    def max(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False, **_: Any) -> Any:
-        return self._largest("max", a, axis, out, keepdims)
+    def max(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False, **more: Any) -> Any:
+        return self._largest("max", a, axis, out, keepdims, more)
 
-    def min(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False, **_: Any) -> Any:
-        return self._largest("min", a, axis, out, keepdims)
+    def min(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False, **more: Any) -> Any:
+        return self._largest("min", a, axis, out, keepdims, more)
 
     amax, amin = max, min
 
@@ -443,7 +485,7 @@ class Namespace:
         return self._counted("argmax", "argmax", a, axis, np.int64, out, keepdims)
 
     def argmin(self, a: Any, axis: Any = None, out: Any = None, keepdims: bool = False) -> Any:
-        return self._counted("argmin", "argmax", a, axis, np.int64, out, keepdims)
+        return self._counted("argmin", "argmin", a, axis, np.int64, out, keepdims)
 
     def trace(self, a: Any, *args: Any) -> Any:
         return self.sum(a.diagonal(*args), axis=-1)
@@ -455,7 +497,7 @@ class Namespace:
         if len(both) != 2:
             raise values_needed("where() with a condition alone")
         shape = np.broadcast_shapes(*map(_shape, (condition, *both)))
-        dtype = np.result_type(*(v.dtype if hasattr(v, "dtype") else v for v in both))
+        dtype = np.result_type(*map(_kinded, both))
         moved = sum(map(_size, (condition, *both))) + math.prod(shape) * dtype.itemsize
         self._device.kernel("where", moved, math.prod(shape), dtype)
         return ShapeArray(self._device, shape, dtype)
@@ -463,8 +505,12 @@ class Namespace:
     def clip(self, a: Any, low: Any = None, high: Any = None, out: Any = None) -> Any:
         if not lack_values((a, low, high, out)):
             return np.clip(a, low, high, out=out)
-        self._device.kernel("clip", 2 * a.nbytes, a.size, a.dtype)
-        return a._like(a.dtype, "K") if out is None else out
+        given = [x for x in (a, low, high) if x is not None]
+        shape = np.broadcast_shapes(*map(_shape, given))
+        if out is None:
+            out = self._laid_out(shape, np.result_type(*map(_kinded, given)), given)
+        self._device.kernel("clip", sum(map(_size, given)) + out.nbytes, out.size, out.dtype)
+        return out
 
     def round(self, a: Any, decimals: int = 0, out: Any = None) -> Any:
         return self.clip(a, out=out)
@@ -486,13 +532,14 @@ class Namespace:
         return self._elementwise("iscomplex", np.bool_, a)
 
     def angle(self, a: Any, deg: bool = False) -> Any:
-        return self._elementwise("angle", a.real.dtype, a, deg=deg)
+        real = a.real.dtype
+        return self._elementwise("angle", _resolved(np.arctan2, (real, real), None)[0], a, deg=deg)
 
     def sinc(self, a: Any) -> Any:
-        return self._elementwise("sinc", a.dtype, a)
+        return self._elementwise("sinc", np.result_type(a.dtype, 1.0), a)
 
     def i0(self, a: Any) -> Any:
-        return self._elementwise("i0", a.dtype, a)
+        return self._elementwise("i0", np.float64 if a.dtype.kind in "biu" else a.dtype, a)
 
     def convolve(self, a: Any, v: Any, mode: str = "full") -> Any:
         if not lack_values((a, v)):
@@ -527,42 +574,53 @@ class Namespace:
         self._device.kernel("copy", min(a.shape) * a.itemsize, min(a.shape), a.dtype)
 
     def tril(self, a: Any, k: int = 0) -> Any:
-        return self.where(np.True_, a, a) if isinstance(a, ShapeArray) else np.tril(a, k)
+        if not isinstance(a, ShapeArray):
+            return np.tril(a, k)
+        square = a if a.ndim != 1 else self.broadcast_to(a, (a.size, a.size))
+        return self.where(np.True_, square, square)
 
     triu = tril
 
     def diag(self, a: Any, k: int = 0) -> Any:
         if not isinstance(a, ShapeArray):
             return np.diag(a, k)
+        if a.ndim not in (1, 2):
+            raise ValueError(f"diag of an array of shape {a.shape}: it takes one or two dims")
         return a.diagonal(k) if a.ndim > 1 else self.zeros((a.size + abs(k),) * 2, a.dtype)
 
     def cumsum(self, a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
         if not isinstance(a, ShapeArray):
             return np.cumsum(a, axis, dtype)
-        kind = a.dtype if dtype is None else np.dtype(dtype)
-        if dtype is None and kind.kind in "biu" and kind.itemsize < 8:
-            kind = np.dtype(np.int64)
-        self._device.kernel("accumulate", 2 * a.nbytes, a.size, a.dtype)
-        return ShapeArray(self._device, a.size if axis is None else a.shape, kind) if out is None else out
+        return self._accumulate("add", a, axis, dtype, out)
 
-    cumprod = cumsum
+    def cumprod(self, a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
+        if not isinstance(a, ShapeArray):
+            return np.cumprod(a, axis, dtype)
+        return self._accumulate("multiply", a, axis, dtype, out)
+
+    def _accumulate(self, name: str, a: Any, axis: Any, dtype: Any = None, out: Any = None) -> Any:
+        shape = _along(a, axis)
+        self._device.kernel("accumulate", 2 * a.nbytes, a.size, a.dtype)
+        if out is not None:
+            return out
+        return ShapeArray(self._device, shape, _reduced(name, a.dtype) if dtype is None else dtype)
 
     def diff(self, a: Any, n: int = 1, axis: int = -1) -> Any:
         if not isinstance(a, ShapeArray):
             return np.diff(a, n, axis)
         shape = list(a.shape)
-        shape[axis] = max(0, shape[axis] - n)
+        shape[_axis(axis, a.ndim)] = max(0, shape[axis] - n)
         return self._device.made(shape, a.dtype, "subtract")
 
-    def sort(self, a: Any, axis: int = -1, **_: Any) -> Any:
+    def sort(self, a: Any, axis: Any = -1, **_: Any) -> Any:
         if not isinstance(a, ShapeArray):
             return np.sort(a, axis)
-        return self._device.made(a.shape, a.dtype, "sort")
+        return self._device.made(_along(a, axis), a.dtype, "sort")
 
     def argsort(self, a: Any, axis: Any = -1, **kwargs: Any) -> Any:
         if not isinstance(a, ShapeArray):
             return np.argsort(a, axis, **kwargs)
-        return self._device.made(a.shape, np.int64, "argsort")
+        return self._device.made(_along(a, axis), np.int64, "argsort")
 
     def partition(self, a: Any, kth: Any, axis: int = -1) -> Any:
         return self.sort(a, axis) if isinstance(a, ShapeArray) else np.partition(a, kth, axis)
@@ -585,7 +643,7 @@ class Namespace:
         if axis is None:
             shape = _shape(at)
         else:
-            axis %= a.ndim
+            axis = _axis(axis, a.ndim)
             shape = (*a.shape[:axis], *_shape(at), *a.shape[axis + 1 :])
         return self._device.made(shape, a.dtype, "take") if out is None else out
 
@@ -609,7 +667,9 @@ class Namespace:
         if not lack_values(parts):
             return np.stack(parts, axis)
         shape = list(parts[0].shape)
-        shape.insert(axis % (len(shape) + 1), len(parts))
+        if any(list(p.shape) != shape for p in parts):
+            raise ValueError(f"arrays of shapes {[p.shape for p in parts]} cannot be stacked: they should be equal")
+        shape.insert(_axis(axis, len(shape) + 1), len(parts))
         return self._device.made(shape, np.result_type(*(p.dtype for p in parts)), "copy")
 
     def concatenate(self, parts: Any, axis: Any = 0, out: Any = None, dtype: Any = None) -> Any:
@@ -619,7 +679,7 @@ class Namespace:
         if axis is None:
             parts, axis = [p.reshape(-1) for p in parts], 0
         shape = list(parts[0].shape)
-        axis %= len(shape)
+        axis = _axis(axis, len(shape))
         for p in parts:
             if [n for d, n in enumerate(p.shape) if d != axis] != [n for d, n in enumerate(shape) if d != axis]:
                 raise ValueError(f"arrays of shapes {[q.shape for q in parts]} cannot be joined along dim {axis}")
@@ -649,6 +709,7 @@ class Namespace:
             return np.repeat(a, repeats, axis)
         if axis is None:
             a, axis = a.reshape(-1), 0
+        axis = _axis(axis, a.ndim)
         n = a.shape[axis]
         shape = list(a.shape)
         shape[axis] = n * repeats if isinstance(repeats, (int, np.integer)) else int(np.sum(repeats))

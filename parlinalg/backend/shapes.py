@@ -641,23 +641,23 @@ def _basic(key: Any) -> bool:
 
 
 def _picked(shape: tuple[int, ...], key: Any) -> tuple[int, ...]:
-    """Return the shape of what arrays of indices pick."""
-    keys: list[Any] = []
-    for k in _keys(key):
-        if isinstance(k, ShapeArray) and k.dtype.kind == "b":
-            raise values_needed("the number of elements that a mask picks")
-        if isinstance(k, (list, bool, np.bool_)):
-            k = np.asarray(k)
-        if isinstance(k, np.ndarray) and k.dtype == np.bool_ and k.ndim:
-            keys += [np.broadcast_to(np.int8(0), i.shape) for i in np.nonzero(k)]
-        else:
-            keys.append(np.broadcast_to(np.int8(0), k.shape) if isinstance(k, (np.ndarray, ShapeArray)) else k)
-    if any(k is ... for k in keys):
-        at = next(i for i, k in enumerate(keys) if k is ...)
-        keys[at : at + 1] = [slice(None)] * (len(shape) - sum(k is not None for k in keys) + 1)
+    """Return the shape of what arrays of indices pick.
+
+    Raises
+    ------
+    IndexError
+        As NumPy does: if there are too many indices, or one that is known is beyond its dim.
+    """
+    keys = [_index(k) for k in _keys(key)]
+    taken = [0 if k is None or k is ... else k.ndim if _is_mask(k) else 1 for k in keys]
+    left = len(shape) - sum(taken)
+    if left < 0:
+        raise IndexError(f"too many indices for an array of shape {shape}: {sum(taken)}")
+    at = next((i for i, k in enumerate(keys) if k is ...), len(keys))
+    keys[at : at + 1] = [slice(None)] * left
     dims: list[int] = []
+    picks: list[tuple[int, ...]] = []
     d, first, apart, last = 0, None, False, None
-    picks = np.broadcast_shapes(*(k.shape for k in keys if isinstance(k, np.ndarray)))
     for i, k in enumerate(keys):
         if k is None:
             dims.append(1)
@@ -665,9 +665,39 @@ def _picked(shape: tuple[int, ...], key: Any) -> tuple[int, ...]:
             dims.append(len(range(*k.indices(shape[d]))))
             d += 1
         else:
+            over = k.ndim if _is_mask(k) else 1
+            picks.append(_picks(shape[d : d + over], k))
             first = len(dims) if first is None else first
             apart = apart or (last is not None and last != i - 1)
-            last, d = i, d + 1
-    dims += shape[d:]
-    at = 0 if apart else first or 0
-    return (*dims[:at], *picks, *dims[at:])
+            last, d = i, d + over
+    place = 0 if apart else first or 0
+    return (*dims[:place], *np.broadcast_shapes(*picks), *dims[place:])
+
+
+def _index(k: Any) -> Any:
+    """Return an index with its list, or its number of True or False, as an array."""
+    if isinstance(k, ShapeArray) and k.dtype.kind == "b":
+        raise values_needed("the number of elements that a mask picks")
+    if isinstance(k, (list, bool, np.bool_)):
+        k = np.asarray(k)
+        k = k.astype(np.int64) if not k.size else k
+    if isinstance(k, (ShapeArray, np.ndarray)) and k.dtype.kind not in "iub":
+        raise IndexError(f"an array of {k.dtype} is no index: it should have integers or booleans")
+    return k
+
+
+def _is_mask(k: Any) -> bool:
+    return isinstance(k, np.ndarray) and k.dtype == np.bool_
+
+
+def _picks(extents: tuple[int, ...], k: Any) -> tuple[int, ...]:
+    """Return the shape of what one index of some dims picks of them."""
+    if _is_mask(k):
+        if k.shape != extents and (k.ndim > 1 or k.size):  # NumPy takes a mask of no elements for any dim
+            raise IndexError(f"a mask of shape {k.shape} for dims of {extents}")
+        return (int(np.count_nonzero(k)),)
+    (n,), found = extents, tuple(getattr(k, "shape", ()))
+    beyond = not n if isinstance(k, ShapeArray) else np.size(k) and not -n <= np.min(k) <= np.max(k) < n
+    if beyond and math.prod(found):
+        raise IndexError(f"index {k} is out of bounds for a dim of {n}")
+    return found

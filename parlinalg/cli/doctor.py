@@ -144,7 +144,7 @@ def _page(
     lines += _rows("backends", _backends(backend))
     lines += _rows("GEMM", [_rate(name, [r[i] for r in rates]) for i, name in enumerate(("float32", "float64"))])
     if measured:
-        lines += ["", f"collectives over {comm.size} ranks ({backend.device}), the slowest rank's time:"]
+        lines += ["", f"collectives over {comm.size} ranks ({backend.device}), the median of the ranks' times:"]
         size = format_bytes(BANDWIDTH_BYTES)
         lines.append(f"  {'operation':<16}{'8 B a rank':>14}{size + ': received a rank':>28}")
         for name, seconds, rate in measured:

@@ -109,8 +109,9 @@ class Candidate:
     def __str__(self) -> str:
         parts = [f"data {self.data}"] if self.data > 1 else []
         if self.pipeline > 1:
-            chunks = f", {self.chunks} chunks" if self.chunks else ""
-            parts.append(f"pipeline {self.pipeline} ({self.schedule}{chunks})")
+            how = f", {self.chunks} chunks" if self.chunks else ""
+            how += "" if self.asked is None else ", all forward passes first"
+            parts.append(f"pipeline {self.pipeline} ({self.schedule}{how})")
         parts += [self.form()] if self.form() else []
         text = " × ".join(parts) or "one rank"
         options = [f"ZeRO {self.zero}"] * bool(self.zero)

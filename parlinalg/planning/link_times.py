@@ -48,13 +48,13 @@ WAIT_SECONDS = 0.15
 def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:
     """Return each operation's name, its seconds for 8 bytes a rank, and the bytes a rank receives a second.
 
-    Collective; the slowest rank's time counts.
+    Collective; the median of the ranks counts.
     """
     rows = []
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
-        short = _timed(comm, _call(comm, backend, name, LATENCY_BYTES)[0], calls=50)
+        short = _together(comm, _call(comm, backend, name, LATENCY_BYTES)[0])
         call, received = _call(comm, backend, name, BANDWIDTH_BYTES)
-        rows.append((name, short, received / _timed(comm, call, calls=4)))
+        rows.append((name, short, received / _together(comm, call)))
     return rows
 
 
@@ -75,19 +75,6 @@ def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True)
         return lambda: comm.broadcast(whole, 0, wait=wait), 8 * each * p
     out = backend.zeros(each * p, np.float64)
     return lambda: comm.all_to_all(whole, counts, out, counts, wait=wait), received
-
-
-def _timed(comm: Comm, call: Callable[[], Any], calls: int) -> float:
-    """Return the seconds of a call on the slowest rank, in the best of three rounds."""
-    call()
-    best = float("inf")
-    for _ in range(3):
-        comm.barrier()
-        start = perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, max(comm.share((perf_counter() - start) / calls, others="alike")))
-    return best
 
 
 def measured_link(

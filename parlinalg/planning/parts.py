@@ -162,6 +162,11 @@ class Part:
         Bytes of the largest block of a parameter.
     recorded : int
         Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
+    summed : int
+        Bytes of the gradients of what this rank updates.
+    ties : tuple of (int, int)
+        For each parameter that several layers of the model hold, in the order of `tied`, the bytes that this rank
+        updates and those of its block; zeros if none of these layers is here.
     settled : bool
         True if gradients may be settled one by one, and rest elsewhere: their reducer does no more than sum them.
     elsewhere, elsewhere_kept : dict of str to int
@@ -183,6 +188,8 @@ class Part:
     largest: int = 0
     recorded: int = 0
     settled: bool = True
+    summed: int = 0
+    ties: tuple[tuple[int, int], ...] = ()
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -354,6 +361,20 @@ def layer_keys(model: Any) -> list[tuple[Any, ...]]:
     return [(keys.setdefault(key, len(keys)), *key[:2]) for key in first]
 
 
+def tied(layers: Iterable[Layer]) -> list[tuple[Parameter, frozenset[int]]]:
+    """Return the parameters that several of these layers hold, with the numbers of the layers."""
+    found: dict[int, tuple[Parameter, set[int]]] = {}
+    for i, layer in enumerate(layers):
+        for p in (p for own in layer.modules for m in own.modules() for p in m._parameters.values()):
+            found.setdefault(id(p), (p, set()))[1].add(i)
+    return [(p, frozenset(numbers)) for p, numbers in found.values() if len(numbers) > 1]
+
+
+def ties(model: Any) -> list[frozenset[int]]:
+    """Return for each parameter that several layers of a declared model hold the numbers of these layers."""
+    return [numbers for _, numbers in tied(_layers(model))]
+
+
 def _layers(model: Any) -> list[Layer]:
     layers = layers_of(model)
     if layers is None:
@@ -491,9 +512,11 @@ class _Run:
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
+        own = {id(p) for p in self.parameters}
         return Part(
             trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message, away, block,
-            self.largest, self.recorded(), replaceable(self.reducer),
+            self.largest, self.recorded(), replaceable(self.reducer), sum(map(_updated, self.parameters)),
+            tuple((_updated(p), _nbytes(p)) if id(p) in own else (0, 0) for p, _ in tied(_layers(self.model))),
         )  # fmt: skip
 
     def recorded(self) -> int:
@@ -553,6 +576,12 @@ class _Run:
 
 def _syncing(sync: bool) -> AbstractContextManager[Any]:
     return nullcontext() if sync else no_sync()
+
+
+def _updated(p: Parameter) -> int:
+    """Return the bytes of the elements of a parameter that this rank updates."""
+    start, stop = p.storage.partition(p.data)[:2]
+    return int((stop - start) * p.dtype.itemsize)
 
 
 def _nbytes(y: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -104,9 +105,11 @@ class Moved(NamedTuple):
     across: int
     within: int
 
-    def with_messages(self, nbytes: int, apart: bool) -> Moved:
-        """Return this with a pipeline's messages, between nodes if its ranks are `apart`."""
-        return Moved(self.words + nbytes // 4, self.across + nbytes * apart, self.within + nbytes * (not apart))
+    def plus(self, words: float, nbytes: float, apart: bool) -> Moved:
+        """Return this with what else a rank receives, from another node if that is `apart`."""
+        return Moved(
+            self.words + round(words), self.across + round(nbytes * apart), self.within + round(nbytes * (not apart))
+        )
 
 
 class Predictor:
@@ -195,11 +198,15 @@ class Predictor:
         model = self.model
         own = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
         local = 1 if model.ranks > model.node else 2
+        sums = self._sums(c, spec, schedule, stages)
         costs = Costs(
             forward=[f["forward"] for f in stages], backward=[f["backward"] for f in stages],
             weight=[f["backward"] / 2 for f in stages],
             latency=model.send_seconds(stages[0]["message"], local),
-            reduce=[sum(f["reduce"] for f in each) + self._replicas(c, schedule, each, local) for each in own],
+            reduce=[
+                sum(f["reduce"] for f in each) + sum(self._sum_seconds(*each_sum) for each_sum in of_rank)
+                for each, of_rank in zip(own, sums, strict=True)
+            ],
             step=[sum(f["update"] for f in each) for each in own],
         )  # fmt: skip
         computing = [f"{span}: {cause}" for span in ("pass", "reduce", "update") for cause in COMPUTED]
@@ -208,26 +215,74 @@ class Predictor:
         faster = sharing(model.machine, model.node, model.ranks, spec.places, computed)
         seconds, work, flight, pace = _simulated(schedule, c, costs, faster)
         bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
-        busiest = max(own, key=lambda each: sum(f["forward"] + f["backward"] for f in each))
-        passes = c.microbatches / schedule.copies
-        in_passes: list[tuple[float, Figures, str]] = [(passes, f, "pass") for f in busiest]
-        after: list[tuple[float, Figures, str]] = [(1, f, name) for f in busiest for name in ("reduce", "update")]
-        spent = {cause: s * pace for cause, s in _causes([*in_passes, *after]).items()}
+        passes = [_passes(schedule, rank, c.microbatches) for rank in range(schedule.ranks)]
+        in_passes = [
+            [(times, f, "pass") for times, f in zip(*each, strict=True)] for each in zip(passes, own, strict=True)
+        ]
+        busiest = max(
+            range(schedule.ranks), key=lambda r: sum(n * (f["forward"] + f["backward"]) for n, f, _ in in_passes[r])
+        )
+        after = [(1, f, name) for f in own[busiest] for name in ("reduce", "update")]
+        spent = {cause: s * pace for cause, s in _causes([*in_passes[busiest], *after]).items()}
         spent["idle"] = spent.get("idle", 0.0) + max(0.0, seconds - sum(spent.values()))
-        before, ends = _moved_in_step(in_passes), _moved_in_step([(1, f, "end") for f in busiest])
-        moved = Moved(*(x + y for x, y in zip(before, ends, strict=True)))
-        sends = round(2 * passes * sum(f["message"] for f in busiest))
-        moved = moved.with_messages(sends, apart=local == 1 and c.width >= model.node)
+        moved = []
+        for rank, each in enumerate(own):
+            found = _moved_in_step([*in_passes[rank], *((1, f, "end") for f in each)])
+            for ranks, nbytes in sums[rank]:
+                found = found.plus(nbytes / self._itemsize(c), nbytes, self._across_nodes(ranks))
+            moved.append(Moved(*map(sum, zip(found, self._received(c, spec, schedule, rank, stages), strict=True))))
         held = self._fullest(own, flight, traced=False)
-        return self._planned(c, seconds, held, moved, bubble, _shares(spent, seconds))
+        return self._planned(c, seconds, held, max(moved), bubble, _shares(spent, seconds))
 
-    def _replicas(self, c: Candidate, schedule: Schedule, own: Sequence[Figures], local: int) -> float:
-        """Return the seconds in which a rank sums the gradients of its stages over a schedule's replicas."""
-        if schedule.copies == 1:
-            return 0.0
+    def _sums(
+        self, c: Candidate, spec: MeshSpec, schedule: Schedule, stages: Sequence[Figures]
+    ) -> list[list[tuple[tuple[int, ...], float]]]:  # fmt: skip
+        """Return by pipeline rank the sums of gradients of what several of them hold, as `TiedParameters` makes them:
+        the ranks of the world that take part, and the bytes that this one receives.
+
+        Of tied parameters the ranks with their stages have copies, and of all parameters those with replicas.
+        """
+
+        def holders(held: Iterable[int]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(schedule.holder(s, copy) for copy in range(schedule.copies) for s in held))
+
+        ties = self.model.ties(c.dtype)
+        shared = []
+        for s, figures in enumerate(stages):
+            alone = figures["summed"] - sum(figures[f"tie {i}"] for i in range(len(ties)))
+            shared.append((holders([s]), alone))
+        for i, layers in enumerate(ties):
+            held = [s for s, (a, b) in enumerate(self.model.cuts(spec)) if any(a <= layer < b for layer in layers)]
+            shared.append((holders(held), stages[held[0]][f"tie {i}"]))
+        found: list[list[tuple[tuple[int, ...], float]]] = [[] for _ in range(schedule.ranks)]
+        for ranks, nbytes in shared:
+            places = tuple(sorted(spec.places[r][0] for r in ranks))
+            for r in ranks if len(ranks) > 1 else ():
+                found[r].append((places, 2 * nbytes * (len(ranks) - 1) / len(ranks)))
+        return found
+
+    def _sum_seconds(self, ranks: Sequence[int], nbytes: float) -> float:
+        """Return the seconds of a sum over ranks of the world of which each receives so many bytes."""
         model = self.model
-        nbytes = sum(f["gradients"] for f in own) / (c.data if c.zero == 1 else 1)
-        return model.machine.transfer("all_reduce", nbytes, schedule.copies, local, model.node, model.ranks).total
+        local = max(Counter(r // model.node for r in ranks).values())
+        return model.machine.transfer("all_reduce", nbytes, len(ranks), local, model.node, model.ranks).total
+
+    def _across_nodes(self, ranks: Iterable[int]) -> bool:
+        return len({r // self.model.node for r in ranks}) > 1
+
+    def _received(
+        self, c: Candidate, spec: MeshSpec, schedule: Schedule, rank: int, stages: Sequence[Figures]
+    ) -> Moved:  # fmt: skip
+        """Return what a pipeline rank receives of its neighbours in a step, by the messages of each stage."""
+        found = Moved(0, 0, 0)
+        for chunk, times in zip(schedule.chunks[rank], _passes(schedule, rank, c.microbatches), strict=True):
+            for other in (chunk.stage - 1, chunk.stage + 1):
+                if not 0 <= other < schedule.stages or (peer := schedule.holder(other, chunk.copy)) == rank:
+                    continue
+                output = stages[min(other, chunk.stage)]
+                apart = self._across_nodes(spec.places[r][0] for r in (rank, peer))
+                found = found.plus(times * output["message words"], times * output["message"], apart)
+        return found
 
     # -------------------------------------------------------------------------------------------- figures
     def _offloading_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
@@ -284,7 +339,10 @@ class Predictor:
 
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
-        made: Figures = {name: getattr(part, name) for name in (*RESTS, "kept", "transient", "message")}
+        made: Figures = {name: getattr(part, name) for name in (*RESTS, "kept", "transient", "message", "summed")}
+        made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
+        for i, (updated, block) in enumerate(part.ties):
+            made |= {f"tie {i}": updated, f"tie {i} block": block}
         for place in self.model.homes:
             made[place], made[f"{place} kept"] = part.elsewhere[place], part.elsewhere_kept[place]
         return made
@@ -332,30 +390,27 @@ class Predictor:
         """Return what a candidate with a pipeline takes, by the simulation of its schedule."""
         model = self.model
         stages = [Stage(part.span("forward"), part.span("backward"), None, part.message) for part in parts]
-        places = [spec.places[p][0] for p in range(c.pipeline)]
+        figures = [self._bytes(part) for part in parts]
+        sums = self._sums(c, spec, schedule, figures)
         reduce, step = [], []
-        for chunks in schedule.chunks:
+        for rank, chunks in enumerate(schedule.chunks):
             reduce.append(_joined(*(parts[k.stage].span("reduce") for k in chunks)))
             step.append(_joined(*(parts[k.stage].span("update") for k in chunks)))
-            if schedule.copies > 1:  # gradients are summed over the replicas
-                nbytes = sum(parts[k.stage].gradients for k in chunks) // (c.data if c.zero == 1 else 1)
-                others = {places[schedule.holder(k.stage, copy)] for k in chunks for copy in range(schedule.copies)}
-                reduce[-1] = _joined(reduce[-1], _summed(reduce[-1], tuple(sorted(others)), nbytes))
+            found = [_summed(reduce[-1], *each, c.apply(model.config, model.batch).model_dtype) for each in sums[rank]]
+            reduce[-1] = _joined(reduce[-1], *found)
         made = pipeline_timeline(
             schedule, stages, model.machine, reduce=reduce, step=step, places=spec.places, on_node=model.node,
             timed=model.timed,
         )  # fmt: skip
-        passes = c.microbatches // schedule.copies
-        busiest = max(
-            range(c.pipeline),
-            key=lambda r: sum(s.nbytes for k in schedule.chunks[r] for s in _starts(stages[k.stage].forward)),
-        )
-        own = [stages[k.stage] for k in schedule.chunks[busiest]]
-        groups = [(passes, _starts(stage.forward, stage.backward)) for stage in own]
-        moved = self._moved([*groups, (1, _starts(reduce[busiest], step[busiest]))])
-        apart = any(places[r] // model.node != places[r - 1] // model.node for r in range(1, c.pipeline))
-        moved = moved.with_messages(2 * passes * sum(stage.message for stage in own), apart)
-        return self._planned(c, made.seconds, held, moved, made.bubble, dict(made.shares()))
+        in_pass = [self._moved([(1, _starts(stage.forward, stage.backward))]) for stage in stages]
+        moved = []
+        for rank, chunks in enumerate(schedule.chunks):
+            after = self._moved([(1, _starts(reduce[rank], step[rank]))])
+            times = zip(_passes(schedule, rank, c.microbatches), chunks, strict=True)
+            every = [Moved(*(n * x for x in in_pass[k.stage])) for n, k in times]
+            every += [after, self._received(c, spec, schedule, rank, figures)]
+            moved.append(Moved(*map(sum, zip(*every, strict=True))))
+        return self._planned(c, made.seconds, held, max(moved), made.bubble, dict(made.shares()))
 
     # -------------------------------------------------------------------------------------------- what both share
     def _fullest(self, held: Sequence[Sequence[Figures]], flight: Sequence[float], traced: bool = True) -> Held:
@@ -390,6 +445,10 @@ class Predictor:
                     within += times * s.nbytes
         return Moved(words, across, within)
 
+    def _itemsize(self, c: Candidate) -> int:
+        """Return the bytes of an element of a gradient."""
+        return ITEMSIZE[c.apply(self.model.config, self.model.batch).model_dtype]
+
     def _planned(
         self, c: Candidate, seconds: float, held: Held, moved: Moved, bubble: float, causes: Mapping[str, float]
     ) -> Planned:  # fmt: skip
@@ -401,6 +460,11 @@ class Predictor:
             candidate=c, config=c.apply(model.config, model.batch), seconds=seconds, bubble=bubble, causes=causes,
             throughput=units / seconds, mfu=rate / peak, rate=rate, **moved._asdict(), **vars(held),
         )  # fmt: skip
+
+
+def _passes(schedule: Schedule, rank: int, microbatches: int) -> list[int]:
+    """Return how many of so many microbatches pass through each chunk of a pipeline rank."""
+    return [len(range(chunk.copy, microbatches, schedule.copies)) for chunk in schedule.chunks[rank]]
 
 
 def _simulated(
@@ -450,7 +514,8 @@ def _total(figures: Sequence[Figures]) -> Figures:
         most = max(most, made["kept"] + figure["transient"] - own)
     moving = on_their_way(made.get("away", 0.0), made.get("block", 0.0))
     made["transient"] = max(0.0, most - made.get("kept", 0.0)) + moving
-    made["message"] = figures[-1]["message"] if figures else 0.0
+    for name in ("message", "message words"):
+        made[name] = figures[-1][name] if figures else 0.0
     return made
 
 
@@ -509,9 +574,9 @@ def _joined(*traces: Trace) -> Trace:
     return made
 
 
-def _summed(like: Trace, ranks: tuple[int, ...], nbytes: int) -> Trace:
-    """Return the trace of an all-reduce between ranks, among those of a trace."""
-    start = Start(1, "all_reduce", ("pipeline",), ranks, nbytes, nbytes)
+def _summed(like: Trace, ranks: tuple[int, ...], nbytes: float, dtype: str) -> Trace:
+    """Return the trace of an all-reduce between ranks, among those of a trace, of which each receives so many bytes."""
+    start = Start(1, "all_reduce", ("pipeline",), ranks, round(nbytes), round(nbytes), dtype=dtype)
     return Trace(like.rank, like.size, [start, Wait(1)])
 
 

@@ -239,6 +239,34 @@ def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batc
     )
 
 
+def endless(model: TracedModel, space: Space, best: int) -> bool:
+    """Return True if a proof would trace too much: each candidate's layers, and about two times the best in full.
+
+    A layer takes the most where the most ranks share a copy of it; one candidate of a kind stands for the others.
+    """
+    frames = list(space.frames())
+    width = max((frame.sequence * (frame.tensor.ranks or 1) for frame in frames), default=1)
+    kinds: dict[str, Frame] = {}
+    for frame in frames:
+        if frame.sequence * (frame.tensor.ranks or 1) == width and space.count(frame):
+            kinds.setdefault(_kind(frame), frame)
+    most = 0
+    for frame in kinds.values():
+        with suppress(ParlinalgError):  # told when the candidate comes up
+            most = max(most, most_events(model.layers_of_one_copy(next(space.steps(frame)))))
+    return most * (len(space) + 4 * best * model.depth) > PROOF
+
+
+def reason(error: ParlinalgError) -> str:
+    """Return why the library refuses a candidate, without what the message says of the way out.
+
+    >>> reason(ConfigError("model: GPT cannot be cut: 3 heads")), reason(ConfigError("3 tokens: give 4 (at x.py:3)"))
+    ('model: GPT cannot be cut', '3 tokens')
+    """
+    first, *more = re.split(r": | \(at ", str(error))
+    return first if " " in first or not more else f"{first}: {more[0]}"  # "model: GPT cannot ..."
+
+
 class _Search:
     """Candidates, and how far each was judged."""
 
@@ -260,7 +288,7 @@ class _Search:
         self.in_full: set[Candidate] = set()  # those traced so, whatever became of them
         self.proven = True
         self.unknown = False  # whether some cannot be imagined
-        self.limited = not exhaustive and (model.ranks > ALL or self.candidates > MANY or self._endless())
+        self.limited = not exhaustive and (model.ranks > ALL or self.candidates > MANY or endless(model, space, best))
 
     def run(self) -> list[Planned]:
         """Return the best, the fastest first."""
@@ -282,23 +310,6 @@ class _Search:
             raise PlanError(why)
         self.proven = self.proven and not self.unknown
         return sorted(self.done, key=_order)[: self.best]
-
-    def _endless(self) -> bool:
-        """Return True if a proof would trace too much: each candidate's layers, and about two times the best in full.
-
-        A layer takes the most where the most ranks share a copy of it; one candidate of a kind stands for the others.
-        """
-        frames = list(self.space.frames())
-        width = max((frame.sequence * (frame.tensor.ranks or 1) for frame in frames), default=1)
-        kinds: dict[str, Frame] = {}
-        for frame in frames:
-            if frame.sequence * (frame.tensor.ranks or 1) == width and self.space.count(frame):
-                kinds.setdefault(_kind(frame), frame)
-        most = 0
-        for frame in kinds.values():
-            with suppress(ParlinalgError):  # told when the candidate comes up
-                most = max(most, most_events(self.model.layers_of_one_copy(next(self.space.steps(frame)))))
-        return most * (self.candidates + 4 * self.best * self.model.depth) > PROOF
 
     def _tired(self, share: float = 1.0) -> bool:
         """Return True if estimates have taken this share of the traces that they may take."""
@@ -544,8 +555,7 @@ class _Search:
             return None
 
     def _refuse(self, c: Candidate, error: ParlinalgError) -> None:
-        first, *more = re.split(r": | \(at ", str(error))
-        why = first if " " in first or not more else f"{first}: {more[0]}"  # "model: GPT cannot ..."
+        why = reason(error)
         self.refused[why] += 1
         self.refused_of.setdefault(why, c)
 

@@ -17,7 +17,7 @@ from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part, warn
+from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, ties, trace_part, warn
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Trace
 from parlinalg.train.choices import LANGUAGE
@@ -113,6 +113,10 @@ class TracedModel:
     def keys(self, dtype: str | None) -> list[Any]:
         """Return the keys of the model's layers: layers with equal keys take equal work."""
         return self.declared(dtype)[0]
+
+    def ties(self, dtype: str | None) -> list[frozenset[int]]:
+        """Return for each parameter that several layers hold the numbers of these layers."""
+        return ties(self.declared(dtype)[1])
 
     @property
     def depth(self) -> int:
