@@ -41,8 +41,7 @@ from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.planning.imagine import World, imagine
 from parlinalg.planning.machine import DISK_READ, DISK_WRITE, HOST_COPY
-from parlinalg.planning.timeline import cut
-from parlinalg.planning.trace import Event, Kernel, Span, Trace
+from parlinalg.planning.trace import Event, Kernel, Span, Trace, cut
 from parlinalg.random.draws import training_step
 from parlinalg.sequence import BatchPositions, using_positions
 from parlinalg.train.choices import LANGUAGE, make_criterion

@@ -12,7 +12,8 @@ from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.simulate import Costs, SharedCores
 from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.parts import Between, Part, on_their_way
-from parlinalg.planning.timeline import COMPUTED, Stage, pipeline_timeline, sharing
+from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
+from parlinalg.planning.timeline import COMPUTED
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
 from parlinalg.planning.traced_model import TracedModel, dependencies, longest_run, most_events
 from parlinalg.train.config import TrainingConfig

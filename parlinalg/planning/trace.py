@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +124,40 @@ class Trace:
     size: int
     events: list[Event] = field(default_factory=list)
     stands_for: tuple[int, ...] = ()
+
+
+def cut(trace: Trace, name: str, *, messages: bool = True, most: float = math.inf) -> list[Trace]:
+    """Return the parts of a trace within the spans of a name, one trace for each.
+
+    What such a part waits for and was started before it, is started at its beginning.
+
+    Parameters
+    ----------
+    trace : Trace
+    name : str
+    messages : bool
+        False to leave out sends and receives, which a pipeline's simulation has by itself.
+    most : int, optional
+        The number of parts to look for.
+    """
+    found: list[Trace] = []
+    starts = {e.call: e for e in trace.events if isinstance(e, Start)}
+    left_out = {call for call, e in starts.items() if e.peer is not None} if not messages else set()
+    inside: list[Any] | None = None
+    depth = 0
+    for event in trace.events:
+        if isinstance(event, Span) and event.name == name:
+            depth += 1 if event.begins else -1
+            if event.begins and depth == 1:
+                inside = []
+            elif not depth and inside is not None:
+                own = {e.call for e in inside if isinstance(e, Start)}
+                asked = dict.fromkeys(e.call for e in inside if isinstance(e, Wait | Test))
+                before = [starts[call] for call in asked if call in starts and call not in own]
+                found.append(Trace(trace.rank, trace.size, [*before, *inside], trace.stands_for))
+                inside = None
+                if len(found) >= most:
+                    break
+        elif inside is not None and getattr(event, "call", None) not in left_out:
+            inside.append(event)
+    return found

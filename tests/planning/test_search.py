@@ -33,8 +33,7 @@ from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_s
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
 from parlinalg.planning.parts import Inputs, trace_part
 from parlinalg.planning.predictor import Held, Predictor
-from parlinalg.planning.timeline import cut
-from parlinalg.planning.trace import Gemm
+from parlinalg.planning.trace import Gemm, cut
 from parlinalg.planning.traced_model import TracedModel, dependencies
 from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS

@@ -19,8 +19,9 @@ from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning import trace as events_of
 from parlinalg.planning.machine import Algorithm, FusedAttention, Machine, Operation
-from parlinalg.planning.timeline import Stage, Timeline, cut, pipeline_timeline, sharing, timeline
-from parlinalg.planning.trace import Attention, Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait
+from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
+from parlinalg.planning.timeline import Timeline, timeline
+from parlinalg.planning.trace import Attention, Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait, cut
 from tests.planning.machines import round_machine
 
 pytestmark = pytest.mark.serial
