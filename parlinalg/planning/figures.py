@@ -90,6 +90,12 @@ def points(*columns: Check) -> Check:
     return check
 
 
+def rising(*columns: Check) -> Check:
+    """Return a check of a list of rows, which are put in the order of their first column."""
+    check = points(*columns)
+    return lambda where, value: tuple(sorted(check(where, value)))
+
+
 def numbers(*columns: Check) -> Check:
     """Return a check of one row."""
     return lambda where, value: _row(where, value, columns)

@@ -34,6 +34,7 @@ from parlinalg.planning.figures import (
     numbers,
     points,
     read,
+    rising,
     room,
     table,
     whole,
@@ -122,7 +123,7 @@ def rate_of_kernel(where: str, value: Any) -> float | tuple[tuple[float, float],
     """Check a rate of elements a second, or rows of elements and the rate at so many."""
     rate = number(1e3, 1e15, "elements a second", above=True)
     if isinstance(value, list) and value:
-        rows: tuple[tuple[float, float], ...] = points(number(1, 1e15, "elements"), rate)(where, value)
+        rows: tuple[tuple[float, float], ...] = rising(number(1, 1e15, "elements"), rate)(where, value)
         return rows
     found: float = rate(where, value)
     return found
@@ -132,6 +133,7 @@ RATE = number(1e6, 1e18, "floating-point operations a second of a rank", above=T
 BYTES = number(1e3, 1e15, "bytes a second", above=True)
 DISK_BYTES = number(1e4, 1e12, "bytes a second of a disk")
 SECONDS = number(0.0, 10.0, "seconds")
+POSITIVE = number(0.0, 10.0, "seconds", above=True)
 SHARE = number(1e-6, 1.0, "a share of the bandwidth")
 DIM = number(1, 1e9, "a dim of a matrix")
 SIZE = number(1, 1e15, "bytes")
@@ -363,7 +365,7 @@ class Overlap:
         number(0, 1, "a share of a core"), "likewise of a rank that waits for a message, or has ended its step", 1.0
     )
     turns: tuple[tuple[float, float], ...] = key(
-        points(SECONDS, SECONDS),
+        rising(POSITIVE, POSITIVE),
         "rows seconds in which ranks have computed, seconds that an operation between them then takes longer: those "
         "that share cores wait until each has had its turn, others for the system's pauses", (),
     )  # fmt: skip
@@ -776,6 +778,8 @@ def load_machine(name: str | PathLike[str] | Machine) -> Machine:
     """
     if isinstance(name, Machine):
         return name
+    if not isinstance(name, str | PathLike):
+        raise ConfigError(f"machine={name!r} is no name of a machine, no path of its file and no Machine")
     text = fspath(name)
     path = Path(text)
     if path.suffix != ".toml" and path.name == text:
@@ -800,6 +804,8 @@ def parse_machine(text: str | bytes, name: str = "machine.toml") -> Machine:
         found = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{name} is no TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} has lists within lists too deeply: a machine's file has rows in lists") from None
     made = read(Machine, f"{name}:", found)
     if not made.gemm:
         raise ConfigError(f"{name}: gemm is empty: add a table [gemm.float32] with the rate of products")

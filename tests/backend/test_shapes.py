@@ -174,3 +174,15 @@ def test_products_of_no_elements(device):
         a, b = np.ones(left), np.ones(right)
         compare(device, lambda xp, a, b: xp.tensordot(a, b, 1), a, b)
         compare(device, lambda xp, a, b: xp.dot(a, b), a, b)
+
+
+def test_what_is_made_within_one_kernel_counts_at_its_end(device):
+    """A peak is what is held before a kernel or after it; what comes and goes within is the kernel's own."""
+    before = device.peak
+    with device.one_kernel():
+        device.xp.exp(device.empty((1000,), "float64"))
+        made = device.empty((10,), "float64")
+    assert device.peak == before + made.nbytes
+    del made
+    assert device.held == 0
+    assert device.peak == before + 80

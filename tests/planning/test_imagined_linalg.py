@@ -531,3 +531,37 @@ def test_ledgers_of_ranks_outside_of_the_grid_are_those_of_real_ones(world):
     several = draw.standard_normal((5, 6, 6)) + 6 * np.eye(6)
     both(world, {"r": world.size // 2}, program, what_if=pla.WhatIf())
     assert told[0] == told[1]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.serial
+@pytest.mark.parametrize("rank", range(4))
+def test_matrices_of_integers_are_factored_as_those_of_floats(rank):
+    """Integers have values, and none of the floats that they become does: the ledgers are those of floats."""
+    routines = {
+        "cholesky": linalg.cholesky, "eigh": linalg.eigh, "det": linalg.det, "inv": linalg.inv, "svd": linalg.svdvals,
+        "lu": lambda a: linalg.lu_factor(a).solve(a), "qr": linalg.qr, "std": pla.std,
+        "thirds": lambda a: (a / 3).sum(),
+    }  # fmt: skip
+    whole = np.random.default_rng(0).integers(-3, 4, (12, 12))
+    for name, routine in routines.items():
+        books = []
+        for dtype in (np.int64, np.float64):
+            with pla.imagine(4, rank, what_if=pla.WhatIf()):
+                grid = pla.Grid({"r": 2, "c": 2})
+                a = pla.distribute((whole @ whole.T).astype(dtype), grid, pla.Layout("c", "r"))
+                with pla.ledger(grid) as book:
+                    routine(a)
+            books.append(rows(book))
+        assert books[0] == books[1], name
+
+
+@pytest.mark.serial
+def test_what_integers_become_has_no_values():
+    with pla.imagine(4) as world:
+        mean = pla.mean(pla.distribute(np.arange(8), pla.Grid({"r": 4}), pla.Layout("r")))
+        with pytest.raises(
+            pla.ValuesNeeded, match=r"the number that an array has depends on values.*test_imagined_linalg"
+        ):
+            float(mean)
+        assert world.memory

@@ -43,6 +43,20 @@ def test_shipped(name: str) -> None:
         assert 0 < times[0] <= times[-1] < math.inf
 
 
+def test_rows_may_stand_in_any_order() -> None:
+    """Rates of kernels, and waits for turns, are looked up among rows in the order of their sizes."""
+    rows, turns = [[10, 1e4], [1000, 1e6], [100, 1e5]], [[4e-3, 4e-4], [1e-3, 1e-4], [2e-3, 3e-4]]
+    tables = [
+        text(slowdown=f"0.0\nturns = {sorted(waits) if s else waits}")
+        .replace("[kernels]", f"[kernels]\nrates = {{ exp = {sorted(rates) if s else rates} }}")
+        for s in (False, True) for rates, waits in [(rows, turns)]
+    ]  # fmt: skip
+    found, ordered = map(parse_machine, tables)
+    assert found == ordered
+    assert found.kernel_seconds(Kernel("exp", 0, 100, "float32")) == 1e-3
+    assert found.overlap.turn(2e-3) == 3e-4
+
+
 def test_names_of_shipped_machines() -> None:
     assert {"a100", "h100", "v100", "laptop", "hosts_200mbit", "hosts_1gbit"} <= set(machines())
 
@@ -78,6 +92,13 @@ def test_names_of_shipped_machines() -> None:
         ("asynchronous = false", "asynchronous = 0", "kernels.asynchronous = 0: it should be true or false"),
         ("[overlap]", "[overlay]", "m.toml: overlay is no key of a machine; did you mean overlap"),
         ("[node]", "[node.send]\n[node]", "m.toml is no TOML|node"),
+        ('name = "round"', f"name = {'[' * 5000}{']' * 5000}", "m.toml has lists within lists too deeply"),
+        (
+            "slowdown = 0.0",
+            "turns = [[0.0, 1e-4]]",
+            r"overlap.turns\[0\]\[0\] = 0.0: it should be seconds, more than 0",
+        ),
+        ("slowdown = 0.0", "turns = [[1e-3, 0]]", r"overlap.turns\[0\]\[1\] = 0: it should be seconds, more than 0"),
         ("rate = 1e9", "rate = ", "m.toml is no TOML: "),
         ('name = "round"', 'name = " "', "m.toml: name = ' ': it should be a text that is not empty"),
     ],
@@ -166,6 +187,11 @@ def test_fused_attention_has_its_rates() -> None:
             parse_machine(f"fused_attention = {where}\n{text()}")
     with pytest.raises(ConfigError, match=r"""m.toml: fused_attention = 'own': it should be true .*"library" """):
         parse_machine(f'fused_attention = "own"\n{text()}', "m.toml")
+
+
+def test_what_names_no_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="machine=5 is no name of a machine, no path of its file and no Machine"):
+        load_machine(5)  # type: ignore[arg-type]
 
 
 def test_machines_that_are_not_there(tmp_path: Path) -> None:
