@@ -428,6 +428,28 @@ def test_a_trace_has_the_products_and_the_messages():
 
 
 @pytest.mark.serial
+def test_traces_have_the_bytes_of_the_ledger():
+    """Of each operation, with blocks that no number of ranks divides; all ranks together send what they receive, but
+    the root of a broadcast, which sends its block to one other."""
+    received, sent = Counter(), Counter()
+    for rank in range(3):
+        with pla.imagine(3, rank) as world, pla.ledger(world.comm) as book, world.trace() as trace:
+            comm, empty = world.comm, world.device.empty
+            counts = [4, 2, 1]
+            comm.all_gather(empty(counts[rank], "float64"), empty(7, "float64"), counts)
+            comm.reduce_scatter(empty(7, "float32"), empty(counts[rank], "float32"), counts)
+            comm.all_reduce(empty(7, "float64"))
+            comm.broadcast(empty(5, "float64"), 1)
+            comm.all_to_all(empty(6, "float64"), [1, 2, 3], empty(3 * (rank + 1), "float64"), [rank + 1] * 3)
+        for op in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+            (start,) = [e for e in trace.events if isinstance(e, Start) and e.op == op]
+            assert start.nbytes == book.bytes[op, ()], (rank, op)
+            received[op] += start.nbytes
+            sent[op] += start.sent
+    assert received == sent
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize(("rank", "rows"), [(0, 1), (2, 0)])
 def test_what_is_received_of_uneven_blocks(rank: int, rows: int):
     """One row over four ranks: the first has it and receives nothing; what the others receive is noted too."""

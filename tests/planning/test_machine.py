@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from parlinalg.planning.machine import (
     DISK_WRITE,
     FOLDER,
     OPERATIONS,
+    Algorithm,
+    Operation,
     load_machine,
     machine_text,
     machines,
@@ -269,6 +272,36 @@ def test_the_fastest_algorithm_counts() -> None:
     machine = parse_machine(text().replace("[overlap]", f"all_gather = {{ algorithms = {ways} }}\n\n[overlap]"))
     assert machine.transfer("all_gather", 100, 8, 1, 1, 8).latency == pytest.approx(0.3)
     assert machine.transfer("all_gather", 10**6, 8, 1, 1, 8).total == pytest.approx(0.7 + 10)
+
+
+def test_a_rank_has_no_more_than_its_bandwidth() -> None:
+    """However many of a node's interfaces are free, and a part of it where others share them."""
+    machine = round_machine(ranks_per_node=8, rails=4)
+    for ranks, seconds in ((2, 1.0), (4, 1.0), (8, 2.0)):
+        assert machine.transfer("all_gather", 10**6, ranks, ranks, ranks, ranks).seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (3, 2), (4, 2), (6, 3), (9, 4)])
+def test_short_messages_of_any_number_of_ranks(ranks: int, steps: int) -> None:
+    """A tree over p ranks is log2 p high, rounded up; a sum goes up and down."""
+    machine = round_machine(ranks_per_node=16, latency=0.5)
+    for op, times in (("broadcast", 1), ("all_gather", 1), ("all_reduce", 2)):
+        assert machine.transfer(op, 1e-9, ranks, ranks, ranks, ranks).latency == pytest.approx(0.5 * steps * times)
+
+
+def test_steps_between_nodes_and_within() -> None:
+    """A ring over 3 nodes of 2 ranks has five steps, two of them between nodes."""
+    ring = '{ algorithms = [{ steps = "ring", latency = 0.001 }] }'
+    machine = parse_machine(text(latency=0.01).replace("[network]", f"all_gather = {ring}\n[network]"))
+    network = replace(machine.network, all_gather=Operation((Algorithm("ring", 0.1),)))
+    machine = replace(machine, network=network)
+    assert machine.transfer("all_gather", 1e-9, 6, 2, 2, 6).latency == pytest.approx(2 * 0.1 + 3 * 0.001)
+
+
+def test_transport_takes_longer_of_a_core_that_others_share() -> None:
+    for cores, times in ((2, 1), (1, 2)):
+        machine = round_machine(ranks_per_node=2, cores=cores, processor=1e-6)
+        assert machine.transfer("all_gather", 10**5, 2, 1, 2, 4).processor == pytest.approx(0.1 * times)
 
 
 def test_all_to_all_leaves_by_the_own_share() -> None:

@@ -22,8 +22,10 @@ from parlinalg.autograd import ops
 from parlinalg.backend.shapes import values_needed
 from parlinalg.datasets import Loader
 from parlinalg.errors import ConfigError, PlanError
+from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim import Muon
+from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import FLUSHED
 from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
@@ -31,7 +33,7 @@ from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
-from parlinalg.planning.parts import Inputs, trace_part
+from parlinalg.planning.parts import Inputs, in_transit, trace_part
 from parlinalg.planning.predictor import Held, Predictor
 from parlinalg.planning.trace import Gemm, cut
 from parlinalg.planning.traced_model import TracedModel, dependencies
@@ -797,6 +799,19 @@ SETS = [
     kinds for n in range(1, 4) for kinds in combinations(KINDS, n) if not {"parameters", "gradients"} <= {*kinds}
 ]  # fmt: skip
 FORMS = [{"data": 2}, {"data": 1, "pipeline": 2, "schedule": "1f1b", "microbatches": 4}]
+
+
+def test_messages_and_tiles_on_their_way_are_memory():
+    """A pipeline's worker holds the messages that it asked for ahead, and an update the tiles that come and go."""
+    predictor = _predictor(LARGE, ranks=2, batch=16)
+    c = _candidate(pipeline=2, microbatches=4, schedule="1f1b")
+    found = predictor.full(c)
+    parts = predictor.model.stages(c, predictor.model.mesh(c))
+    assert found.memory["buffers"] == AHEAD * parts[0].message + parts[found.stage].transient
+    assert parts[0].message > 0
+    states, weights = 100 * MOST_TILE, 50 * MOST_TILE
+    tiles = in_transit(["optimizer"], weights, 0, states, 0, 0, 0)
+    assert tiles == (BUFFERS + 1) * MOST_TILE * 3 // 2  # of states, and of the values that they change
 
 
 def pipeline_step(world: Any, schedule: str, recompute: str | None, outputs: bool = False) -> Callable[[], None]:
