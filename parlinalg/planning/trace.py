@@ -67,9 +67,8 @@ class Start:
 
     `op` and `axes` are those of the ledger, `ranks` the world ranks of the communicator, `nbytes` what this rank
     receives, as the ledger counts it, `sent` what it sends (over all ranks as much as is received; the root of a
-    broadcast sends its block once, and others pass it on), `peer` the world
-    rank at the other end of a send or receive, or the root of a broadcast.  Where blocks are uneven `most` is what the
-    rank receives that receives the most.
+    broadcast sends its block once, and others pass it on), `peer` the world rank at the other end of a send or receive,
+    or the root of a broadcast.  Where blocks are uneven `most` is what the rank receives that receives the most.
     """
 
     call: int
