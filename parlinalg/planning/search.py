@@ -52,6 +52,7 @@ BEAM = 4  # of the fastest ways to use the ranks that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
+SEEN, UNSEEN = 40, 20  # kinds of which a plan says why they lost: of those looked at, and of the others
 MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
 T = TypeVar("T")
 Predict = Callable[[Candidate], Planned]
@@ -685,8 +686,15 @@ class _Search:
                 (name, len(bounds), f"its passes and what must be copied take {shown_ratio(times)} the time ({text})")
             )
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
-        by_number = [sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0]))]
-        return [*by_number[0][:40], *by_number[1][:20]]
+        seen, unseen = (sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0])))
+        kept, few = [*seen[:SEEN], *unseen[:UNSEEN]], [*seen[SEEN:], *unseen[UNSEEN:]]
+        if few:
+            kept.append((f"{len(few)} more kinds", sum(count for _, count, _ in few), "lost for reasons like these"))
+        left = self.candidates - len(best) - sum(count for _, count, _ in kept)
+        if left > 0:
+            why = "not traced: others that differ from them in a choice or two, and use the ranks alike, were estimated"
+            kept.append(("more choices of these kinds", left, why))
+        return kept
 
     def _unseen(self, best: Planned) -> list[tuple[str, int, str]]:
         """Return groups of frames of which no candidate was traced, with why."""

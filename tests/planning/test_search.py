@@ -635,6 +635,19 @@ def test_every_loser_has_a_reason(monkeypatch):
             assert count > 0
             assert not re.search(r"\b0\.\d+×", why), why
             assert re.search(r"[a-z]{3}", why), why
+        assert sum(count for _, count, _ in made.lost) == made.candidates - len(made.best)
+
+
+def test_kinds_without_a_line_of_their_own_are_counted(monkeypatch):
+    config = {"model": {"name": "mlp", "hidden": [64, 64]}, "zero": 0, "parallel": {"sequence": 1, "pipeline": 1}}
+    whole = pla.plan_training({**config, "batch_size": 16}, ranks=4, machine="v100", best=1)
+    assert sum(count for _, count, _ in whole.lost) == whole.candidates - 1
+    monkeypatch.setattr(search, "SEEN", 1)
+    made = pla.plan_training({**config, "batch_size": 16}, ranks=4, machine="v100", best=1)
+    assert made.lost[0] == whole.lost[0]
+    rest = whole.lost[1:]
+    few = f"{len(rest)} more kinds", sum(count for _, count, _ in rest), "lost for reasons like these"
+    assert made.lost[1:] == (few,)
 
 
 def test_experts_may_be_cut_by_any_axis():
