@@ -11,7 +11,7 @@ from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning.candidates import Candidate, offload_sets
-from parlinalg.planning.parts import SPANS, in_transit, offload_moves
+from parlinalg.planning.parts import SPANS, Part, in_transit, offload_moves
 from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
 
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
@@ -29,6 +29,8 @@ class Floor(NamedTuple):
         As of `Part`.
     forward, backward : float
         Seconds of a pass.
+    ties : tuple of Rest
+        Bytes at rest of each parameter that several layers of the model hold: a rank with two of these has it once.
     """
 
     rest: Rest
@@ -38,6 +40,7 @@ class Floor(NamedTuple):
     largest: int
     forward: float
     backward: float
+    ties: tuple[Rest, ...]
 
 
 class Copies(NamedTuple):
@@ -132,9 +135,11 @@ class Bounds:
             left = [self._left(c, stage.rest, kinds) for stage in stages]
             kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
             buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, strict=True)]
+            tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
+            rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
             need = messages + max(
-                sum(sum(left[s]) for s in held) + n * max(kept[s] for s in held) + max(buffers[s] for s in held)
-                for n, held in zip(flight, own, strict=True)
+                here + n * max(kept[s] for s in held) + max(buffers[s] for s in held)
+                for here, n, held in zip(rest, flight, own, strict=True)
             )  # fmt: skip
             least = min(least, need)
             if need <= memory:
@@ -178,6 +183,7 @@ class Bounds:
                     max(part.largest for part in every[a:b]) // share.weights,
                     sum(model.seconds(part, "forward", quick=True) for part in own),
                     sum(model.seconds(part, "backward", quick=True) for part in own),
+                    tuple(_shared(tie, share) for tie in zip(*map(Part.tied_at_rest, every[a:b]), strict=True)),
                 )
             )  # fmt: skip
         return found
@@ -258,3 +264,13 @@ class Bounds:
             spec = self.model.mesh(c) if few else self.model.short_mesh(c)
             self._schedules[key] = spec.schedule, self.model.cuts(spec)
         return self._schedules[key]
+
+
+def _shared(layers: Sequence[tuple[int, int, int]], share: Rest) -> Rest:
+    """Return the bytes at rest of a tied parameter on one of the ranks that share it, by those in a stage's layers."""
+    return Rest(*(-(-max(nbytes) // ranks) for nbytes, ranks in zip(zip(*layers, strict=True), share, strict=True)))
+
+
+def _more_than_once(tied: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of tied parameters beyond those of one, by those in each stage of a rank."""
+    return sum(sum(nbytes) - max(nbytes) for nbytes in zip(*tied, strict=True))

@@ -24,6 +24,7 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync, saved_arrays_hooks
 from parlinalg.autograd.parameter import settle
 from parlinalg.autograd.rule import memory
+from parlinalg.autograd.storage import StorageBytes
 from parlinalg.autograd.tape import walking
 from parlinalg.backend.shapes import WhatIf
 from parlinalg.datasets.tokens import tokenizer
@@ -163,9 +164,9 @@ class Part:
         Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
     summed : int
         Bytes of the gradients of what this rank updates.
-    ties : tuple of (int, int)
-        For each parameter that several layers of the model hold, in the order of `tied`, the bytes that this rank
-        updates and those of its block; zeros if none of these layers is here.
+    ties : tuple of StorageBytes
+        For each parameter that several layers of the model hold, in the order of `tied`, its bytes; zeros if none of
+        these layers is here.
     settled : bool
         True if gradients may be settled one by one, and rest elsewhere: their reducer does no more than sum them.
     elsewhere, elsewhere_kept : dict of str to int
@@ -188,7 +189,7 @@ class Part:
     recorded: int = 0
     settled: bool = True
     summed: int = 0
-    ties: tuple[tuple[int, int], ...] = ()
+    ties: tuple[StorageBytes, ...] = ()
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -200,6 +201,14 @@ class Part:
     def rest(self) -> int:
         """Bytes at rest between microbatches."""
         return self.weights + self.gradients + self.states
+
+    def tied_at_rest(self) -> list[tuple[int, int, int]]:
+        """Return the bytes of weights, gradients and states of each of the `ties`; none of what is offloaded."""
+        share = self.states / max(1, self.summed)
+        return [
+            (tie.value * (self.weights > 0), tie.gradient * (self.gradients > 0), round(tie.updated * share))
+            for tie in self.ties
+        ]
 
     @property
     def transient(self) -> int:
@@ -511,11 +520,11 @@ class _Run:
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
-        own = {id(p) for p in self.parameters}
+        own = {id(p): StorageBytes(*map(int, p.storage.nbytes(p.data))) for p in self.parameters}
         return Part(
             trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message, away, block,
-            self.largest, self.recorded(), replaceable(self.reducer), sum(map(_updated, self.parameters)),
-            tuple((_updated(p), _nbytes(p)) if id(p) in own else (0, 0) for p, _ in tied(_layers(self.model))),
+            self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
+            tuple(own.get(id(p), StorageBytes(0, 0, 0, 0)) for p, _ in tied(_layers(self.model))),
         )  # fmt: skip
 
     def recorded(self) -> int:
@@ -575,12 +584,6 @@ class _Run:
 
 def _syncing(sync: bool) -> AbstractContextManager[Any]:
     return nullcontext() if sync else no_sync()
-
-
-def _updated(p: Parameter) -> int:
-    """Return the bytes of the elements of a parameter that this rank updates."""
-    start, stop = p.storage.partition(p.data)[:2]
-    return int((stop - start) * p.dtype.itemsize)
 
 
 def _nbytes(y: Any) -> int:

@@ -342,8 +342,9 @@ class Predictor:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, "kept", "transient", "message", "summed")}
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
-        for i, (updated, block) in enumerate(part.ties):
-            made |= {f"tie {i}": updated, f"tie {i} block": block}
+        for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
+            made[f"tie {i}"] = tie.updated
+            made |= {f"tie {i} {name}": nbytes for name, nbytes in zip(RESTS, rest, strict=True)}
         for place in self.model.homes:
             made[place], made[f"{place} kept"] = part.elsewhere[place], part.elsewhere_kept[place]
         return made
@@ -423,7 +424,7 @@ class Predictor:
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
         messages = AHEAD * max(f["message"] for own in held for f in own)
         for r, own in enumerate(held):
-            weights, gradients, states = (round(sum(f[k] for f in own)) for k in RESTS)
+            weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
             kept, buffers = flight[r] * max(f["kept"] for f in own), messages + max(f["transient"] for f in own)
             here = _memory(weights, gradients, states, round(kept), round(buffers))
             for p in away:
@@ -510,14 +511,23 @@ def _total(figures: Sequence[Figures]) -> Figures:
     most = 0.0
     for figure in figures:
         for name, value in figure.items():
-            made[name] = max(made.get(name, 0.0), value) if name == "block" else made.get(name, 0.0) + value
+            before, once = made.get(name, 0.0), name == "block" or name.startswith("tie ")
+            made[name] = max(before, value) if once else before + value
         own = on_their_way(figure.get("away", 0.0), figure.get("block", 0.0))
         most = max(most, made["kept"] + figure["transient"] - own)
+    for name in RESTS if figures else ():
+        made[name] -= _twice(figures, name)
     moving = on_their_way(made.get("away", 0.0), made.get("block", 0.0))
     made["transient"] = max(0.0, most - made.get("kept", 0.0)) + moving
     for name in ("message", "message words"):
         made[name] = figures[-1][name] if figures else 0.0
     return made
+
+
+def _twice(figures: Sequence[Figures], name: str) -> float:
+    """Return the bytes of what is tied that is in more than one of these figures, and on their rank once."""
+    ties = [key for key in figures[0] if key.startswith("tie ") and key.endswith(f" {name}")]
+    return sum(sum(f[key] for f in figures) - max(f[key] for f in figures) for key in ties)
 
 
 def _line(figures: Sequence[Figures], few: tuple[int, int], count: int) -> Figures:

@@ -827,11 +827,13 @@ def test_messages_and_tiles_on_their_way_are_memory():
     assert tiles == (BUFFERS + 1) * MOST_TILE * 3 // 2  # of states, and of the values that they change
 
 
-def pipeline_step(world: Any, schedule: str, recompute: str | None, outputs: bool = False) -> Callable[[], None]:
+def pipeline_step(
+    world: Any, schedule: str, recompute: str | None, outputs: bool = False, **sizes: int
+) -> Callable[[], None]:  # fmt: skip
     """Return a GPT's step in a pipeline over all ranks, as a program of the user's makes it."""
     config = {"parallel": {"pipeline": world.comm.size}, "schedule": {"name": schedule, "microbatches": 8}}
     mesh = pla.launch({**config, "batch_size": 32}, world.comm, "auto")
-    model = nn.GPT(**DEEP, recompute=recompute, dtype="float32", scheme=mesh.scheme, grid=mesh.grid)
+    model = nn.GPT(**{**DEEP, **sizes}, recompute=recompute, dtype="float32", scheme=mesh.scheme, grid=mesh.grid)
     engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
     samples = np.zeros((32, 64), np.int64), np.zeros((32, 64), np.int64)
 
@@ -874,6 +876,28 @@ def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute):
         assert about.bytes == pytest.approx(whole.bytes, rel=0.02), away
     assert whole.host
     assert whole.bytes < peak
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+def test_a_tied_table_is_held_once(schedule):
+    """Also by a rank with the first stage and the last, in plans, in bounds, and in estimates by layers."""
+
+    def program(world: Any) -> int:
+        step = pipeline_step(world, schedule, None, vocab_size=8192)
+        step()
+        return sum(world.memory.values())
+
+    rest = max(pla.imagine_together(program, 2, what_if=pla.WhatIf()).values())
+    model = {"name": "gpt", **DEEP, "vocab_size": 8192}
+    predictor = _predictor(model, 2, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(1, 2, microbatches=8, schedule=schedule), recompute=None)
+    found = predictor.full(c)
+    assert sum(found.memory[name] for name in ("weights", "gradients", "states")) == pytest.approx(rest, rel=0.01)
+    alone = replace(c, pipeline=1, data=2, schedule=None, microbatches=1)
+    for each in (c, alone):
+        whole = predictor.full(each)
+        assert predictor.estimate(each).bytes == pytest.approx(whole.bytes, rel=0.02)
+        assert Bounds(predictor.model).within(each, 1 << 40)[1] <= whole.bytes
 
 
 def test_nothing_of_a_step_waits_for_a_collection_of_garbage():
