@@ -319,9 +319,19 @@ def perceptrons(
     capacity_factor : float or None
     expert_axis : str, tuple of str or None
         "auto" is "data" where the grid has that axis, else none.
+
+    Raises
+    ------
+    ConfigError
+        If a token is to go to more experts than there are.
     """
     if num_local_experts is None:
         return {}, None
+    if num_experts_per_tok == 2 and num_local_experts == 1:
+        raise ConfigError(
+            "num_experts_per_tok=2 with num_local_experts=1: a token goes to that many of them; give "
+            "num_experts_per_tok=1, or at least 2 experts"
+        )
     auto = "data" if "data" in grid.sizes else None
     axis = as_cut(auto if expert_axis == "auto" and "auto" not in grid.sizes else expert_axis)
     settings = {

@@ -116,7 +116,8 @@ class OffloadedParameters(Closing):
         if not self.values and not (alone and (chosen or not any(p.storage.owner is not None for p in parameters))):
             raise ConfigError(
                 "gradients that a reducer shares out (ZeRO), sums for shared parameters or sends in 16 bits stay in "
-                "its buckets: by themselves they are offloaded with plain data parallelism; ZeRO's stage 2 shares them"
+                "its buckets, and cannot be offloaded by themselves: leave offload.gradients out, or take zero stage "
+                "0, parameters that each stage has for itself (tie_word_embeddings=False), gradients in their own dtype"
             )
         if not chosen and any(p.storage.owner is not None and self._large(p) for p in parameters):
             raise ConfigError(

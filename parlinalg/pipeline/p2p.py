@@ -177,7 +177,7 @@ class P2P:
     tables : sequence of dict
         By pipeline rank: the layouts of its scheme (see resharding.layout_table).
     input_roles : dict of Edge to str or None
-        The input of each stage's first product (see `resharding.input_role`).
+        The input of the first product in each stage or after it (see `resharding.input_role`).
     """
 
     def __init__(
@@ -209,6 +209,8 @@ class P2P:
             for held, found in zip(model.chunks_of_ranks, inputs, strict=True)
             for chunk, role in zip(held, found, strict=True)
         }
+        for edge in sorted(edges, reverse=True):  # a stage without products gives the next one what it takes
+            edges[edge] = edges[edge] or edges.get(edge._replace(stage=edge.stage + 1))
         return cls(topology, comm, grid, tables, edges)
 
     # ------------------------------------------------------------------ what passes

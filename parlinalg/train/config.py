@@ -287,16 +287,18 @@ class LossScaleConfig(Section):
 
 
 def _low(where: str, value: Any) -> str:
-    name: str = SHORT_NAMES.get(value, value) if isinstance(value, str) else value
+    name = SHORT_NAMES.get(value, value) if isinstance(value, str) else ""
     if name not in LOW:
         raise refuse(where, value, f"one of {listed((*SHORT_NAMES, *LOW))}, or None for none")
     return name
 
 
 def _loss_scale(where: str, value: Any) -> LossScaleConfig | float:
-    if value == "dynamic" or isinstance(value, Mapping):
-        return LossScaleConfig.parse(where, None if value == "dynamic" else value)
+    if isinstance(value, Mapping):
+        return LossScaleConfig.parse(where, value)
     if isinstance(value, str):
+        if value == "dynamic":
+            return LossScaleConfig()
         raise refuse(where, value, "'dynamic', a dict with its options, a number that stays, or None")
     constant: float = _positive(where, value)
     return constant
@@ -304,9 +306,8 @@ def _loss_scale(where: str, value: Any) -> LossScaleConfig | float:
 
 def _communicate(where: str, value: Any) -> str:
     value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    value = "float32" if value == "32" else value
-    found: str = one_of("16", "bfloat16", "float16", "float32")(where, value)
-    return found
+    found: str = one_of("16", "32", "bfloat16", "float16", "float32")(where, value)
+    return "float32" if found == "32" else found
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,8 @@ class PrecisionConfig(Section):
     @classmethod
     def expand(cls, value: object) -> object:
         given = super().expand(value)
-        if isinstance(given, Mapping) and given.get("dtype") in ("fp16", "float16"):
+        dtype = given.get("dtype") if isinstance(given, Mapping) else None
+        if isinstance(dtype, str) and dtype in ("fp16", "float16"):
             return {"loss_scale": "dynamic", **given}
         return given
 
@@ -343,9 +345,12 @@ class PrecisionConfig(Section):
 
 
 def _stage(where: str, value: Any) -> int:
-    if value not in (0, 1, 2, 3) or isinstance(value, bool):
-        raise refuse(where, value, "0 (off), 1 (optimizer states), 2 (gradients too) or 3 (parameters too)")
-    return int(value)
+    try:
+        stage: int = integer(0, 3)(where, value)
+    except ConfigError:
+        meanings = "0 (off), 1 (optimizer states), 2 (gradients too) or 3 (parameters too)"
+        raise refuse(where, value, meanings) from None
+    return stage
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,14 @@ def test_tokens_and_not_queues_are_gathered_and_summed(make_grid: Any) -> None:
 
 # ------------------------------------------------------------------ mistakes
 @pytest.mark.serial
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_model_names_the_numbers_of_experts_as_it_was_given_them(kind: str, world: Any) -> None:
+    told = "num_experts_per_tok=2 with num_local_experts=1: .* give num_experts_per_tok=1, or at least 2 experts"
+    with alone(world) as grid, pytest.raises(ConfigError, match=told):
+        make(kind, SERIAL, grid, num_local_experts=1)
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.comm import ledger
+from parlinalg.comm import SingleComm, ledger
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
@@ -156,6 +156,28 @@ def test_what_cannot_pass_is_told(what: str, kind: Any, told: str, world: Any, b
     if mesh.topology.rank == 0:  # left open: nobody may wait for messages that never come
         with pytest.raises(kind, match=told):
             worker.step(batches_for(mesh, "contract"), Squares(), 0, 1.0)
+
+
+def losses_of_a_perceptron(config: dict[str, Any], comm: Any, backend: str) -> list[float]:
+    """Two steps of three products with activations between them, five layers in all."""
+    rng = np.random.default_rng(0)
+    pairs = [(rng.normal(size=(8, 7)), np.arange(8) % 3)] * 2
+    with launch({"dtype": "float64", "optimizer": "sgd", **config}, comm, backend) as mesh:
+        model = nn.MLP((7, 6, 5, 3), mesh.scheme, mesh.grid, "gelu", dtype=np.float64)
+        engine, train, _, _ = pla.initialize(model, train_dataloader=pairs)
+        trainer = pla.Trainer(engine)
+        return [trainer.fit(train, steps=step)["loss"] for step in (1, 2)]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("pair", [LINE, {"size": 2, "mode": "3d", "shape": (1, 1, 2)}], ids=["1d", "3d"])
+def test_a_stage_without_products_takes_what_the_next_product_takes(
+    pair: dict[str, Any], world: Any, backend: str
+) -> None:
+    """Stages 1 and 2, on the same ranks, are an activation and a product of the inside of a block."""
+    each = {"tensor": [ONE, pair], "partition": [1, 1, 1, 2]}
+    found = losses_of_a_perceptron({"parallel": {"pipeline": each}, "schedule": "zb-v"}, world, backend)
+    np.testing.assert_allclose(found, losses_of_a_perceptron({}, SingleComm(), "numpy"), rtol=1e-12)
 
 
 # ------------------------------------------------------------------ models that pass more than one array

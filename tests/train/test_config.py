@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from parlinalg.errors import ConfigError
@@ -337,6 +338,14 @@ def test_every_key_has_a_meaning_and_a_default_that_is_valid(section: type[Secti
         assert doc, name
     assert section.parse("here", {f.name: f.default for f in fields(section)}) == section()
     assert section().given() == {}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda c: c.__name__)
+def test_every_key_refuses_an_array(section: type[Section]) -> None:
+    """NumPy's, whose comparison with a value is no truth value."""
+    for each in fields(section):
+        for array in (np.array([1, 2]), np.array(["a", "b"]), np.zeros((2, 0))):
+            refused(lambda name=each.name, value=array: section.parse("here", {name: value}), f"here.{each.name}")
 
 
 @dataclass(frozen=True)
