@@ -255,12 +255,12 @@ class Predictor:
         for i, layers in enumerate(ties):
             held = [s for s, (a, b) in enumerate(self.model.cuts(spec)) if any(a <= layer < b for layer in layers)]
             shared.append((holders(held), stages[held[0]][f"tie {i}"]))
-        found: list[list[tuple[tuple[int, ...], float]]] = [[] for _ in range(schedule.ranks)]
+        found: list[dict[tuple[int, ...], float]] = [{} for _ in range(schedule.ranks)]
         for ranks, nbytes in shared:
             places = tuple(sorted(spec.places[r][0] for r in ranks))
-            for r in ranks if len(ranks) > 1 else ():
-                found[r].append((places, 2 * nbytes * (len(ranks) - 1) / len(ranks)))
-        return found
+            for r in ranks if len(ranks) > 1 else ():  # those of the same ranks are summed together
+                found[r][places] = found[r].get(places, 0.0) + 2 * nbytes * (len(ranks) - 1) / len(ranks)
+        return [list(sums.items()) for sums in found]
 
     def _sum_seconds(self, ranks: Sequence[int], nbytes: float) -> float:
         """Return the seconds of a sum over ranks of the world of which each receives so many bytes."""
