@@ -369,9 +369,9 @@ def layer_keys(model: Any) -> list[tuple[Any, ...]]:
     return [(keys.setdefault(key, len(keys)), *key[:2]) for key in first]
 
 
-def tied(layers: Iterable[Layer]) -> list[tuple[Parameter, frozenset[int]]]:
+def tied(layers: Iterable[Layer]) -> list[tuple[object, frozenset[int]]]:
     """Return the parameters that several of these layers hold, with the numbers of the layers."""
-    found: dict[int, tuple[Parameter, set[int]]] = {}
+    found: dict[int, tuple[object, set[int]]] = {}
     for i, layer in enumerate(layers):
         for p in (p for own in layer.modules for m in own.modules() for p in m._parameters.values()):
             found.setdefault(id(p), (p, set()))[1].add(i)
