@@ -250,7 +250,7 @@ class Predictor:
         ties = self.model.ties(c.dtype)
         shared = []
         for s, figures in enumerate(stages):
-            alone = figures["summed"] - sum(figures[f"tie {i}"] for i in range(len(ties)))
+            alone = figures["summed"] - sum(figures[f"tie {i} own"] for i in range(len(ties)))
             shared.append((holders([s]), alone))
         for i, layers in enumerate(ties):
             held = [s for s, (a, b) in enumerate(self.model.cuts(spec)) if any(a <= layer < b for layer in layers)]
@@ -343,7 +343,7 @@ class Predictor:
         made: Figures = {name: getattr(part, name) for name in (*RESTS, "kept", "transient", "message", "summed")}
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
-            made[f"tie {i}"] = tie.updated
+            made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
             made |= {f"tie {i} {name}": nbytes for name, nbytes in zip(RESTS, rest, strict=True)}
         for place in self.model.homes:
             made[place], made[f"{place} kept"] = part.elsewhere[place], part.elsewhere_kept[place]
