@@ -24,7 +24,6 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync, saved_arrays_hooks
 from parlinalg.autograd.parameter import settle
 from parlinalg.autograd.rule import memory
-from parlinalg.autograd.storage import StorageBytes
 from parlinalg.autograd.tape import walking
 from parlinalg.backend.shapes import WhatIf
 from parlinalg.datasets.tokens import tokenizer
@@ -135,6 +134,23 @@ class Between(NamedTuple):
     dtype: str
 
 
+class Tie(NamedTuple):
+    """The bytes of a parameter on this rank: of its value, of its gradient, those that this rank updates, and the most
+    that a rank updates that shares the update."""
+
+    value: int
+    gradient: int
+    updated: int
+    most: int
+
+    @classmethod
+    def of(cls, p: Parameter) -> Tie:
+        """Return those of a parameter."""
+        found, part = p.storage.nbytes(p.data), p.storage.partition(p.data)
+        most = max(part.lengths, default=0) * p.dtype.itemsize
+        return cls(int(found.value), int(found.gradient), int(found.updated), int(max(found.updated, most)))
+
+
 @dataclass(frozen=True)
 class Part:
     """The trace of layers on one rank, and the bytes it holds.
@@ -164,7 +180,7 @@ class Part:
         Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
     summed : int
         Bytes of the gradients of what this rank updates.
-    ties : tuple of StorageBytes
+    ties : tuple of Tie
         For each parameter that several layers of the model hold, in the order of `tied`, its bytes; zeros if none of
         these layers is here.
     settled : bool
@@ -189,7 +205,7 @@ class Part:
     recorded: int = 0
     settled: bool = True
     summed: int = 0
-    ties: tuple[StorageBytes, ...] = ()
+    ties: tuple[Tie, ...] = ()
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -369,9 +385,9 @@ def layer_keys(model: Any) -> list[tuple[Any, ...]]:
     return [(keys.setdefault(key, len(keys)), *key[:2]) for key in first]
 
 
-def tied(layers: Iterable[Layer]) -> list[tuple[Parameter, frozenset[int]]]:
+def tied(layers: Iterable[Layer]) -> list[tuple[object, frozenset[int]]]:
     """Return the parameters that several of these layers hold, with the numbers of the layers."""
-    found: dict[int, tuple[Parameter, set[int]]] = {}
+    found: dict[int, tuple[object, set[int]]] = {}
     for i, layer in enumerate(layers):
         for p in (p for own in layer.modules for m in own.modules() for p in m._parameters.values()):
             found.setdefault(id(p), (p, set()))[1].add(i)
@@ -520,11 +536,11 @@ class _Run:
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
-        own = {id(p): StorageBytes(*map(int, p.storage.nbytes(p.data))) for p in self.parameters}
+        own = {id(p): Tie.of(p) for p in self.parameters}
         return Part(
             trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message, away, block,
             self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), StorageBytes(0, 0, 0, 0)) for p, _ in tied(_layers(self.model))),
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p, _ in tied(_layers(self.model))),
         )  # fmt: skip
 
     def recorded(self) -> int:

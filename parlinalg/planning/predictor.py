@@ -250,17 +250,17 @@ class Predictor:
         ties = self.model.ties(c.dtype)
         shared = []
         for s, figures in enumerate(stages):
-            alone = figures["summed"] - sum(figures[f"tie {i}"] for i in range(len(ties)))
+            alone = figures["summed"] - sum(figures[f"tie {i} own"] for i in range(len(ties)))
             shared.append((holders([s]), alone))
         for i, layers in enumerate(ties):
             held = [s for s, (a, b) in enumerate(self.model.cuts(spec)) if any(a <= layer < b for layer in layers)]
             shared.append((holders(held), stages[held[0]][f"tie {i}"]))
-        found: list[list[tuple[tuple[int, ...], float]]] = [[] for _ in range(schedule.ranks)]
+        found: list[dict[tuple[int, ...], float]] = [{} for _ in range(schedule.ranks)]
         for ranks, nbytes in shared:
             places = tuple(sorted(spec.places[r][0] for r in ranks))
-            for r in ranks if len(ranks) > 1 else ():
-                found[r].append((places, 2 * nbytes * (len(ranks) - 1) / len(ranks)))
-        return found
+            for r in ranks if len(ranks) > 1 else ():  # those of the same ranks are summed together
+                found[r][places] = found[r].get(places, 0.0) + 2 * nbytes * (len(ranks) - 1) / len(ranks)
+        return [list(sums.items()) for sums in found]
 
     def _sum_seconds(self, ranks: Sequence[int], nbytes: float) -> float:
         """Return the seconds of a sum over ranks of the world of which each receives so many bytes."""
@@ -343,7 +343,7 @@ class Predictor:
         made: Figures = {name: getattr(part, name) for name in (*RESTS, "kept", "transient", "message", "summed")}
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
-            made[f"tie {i}"] = tie.updated
+            made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
             made |= {f"tie {i} {name}": nbytes for name, nbytes in zip(RESTS, rest, strict=True)}
         for place in self.model.homes:
             made[place], made[f"{place} kept"] = part.elsewhere[place], part.elsewhere_kept[place]

@@ -96,6 +96,7 @@ class TracedModel:
         self._offloading: dict[tuple[int, Offload], Part] = {}
         self._timelines: dict[tuple[int, bool, bool], tuple[Trace, Timeline]] = {}  # traces by identity stay
         self._declared: dict[str | None, tuple[list[Any], Any]] = {}
+        self._ties: dict[str | None, list[frozenset[int]]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._shortens: dict[tuple[str | None, int], bool] = {}
 
@@ -116,7 +117,9 @@ class TracedModel:
 
     def ties(self, dtype: str | None) -> list[frozenset[int]]:
         """Return for each parameter that several layers hold the numbers of these layers."""
-        return ties(self.declared(dtype)[1])
+        if dtype not in self._ties:
+            self._ties[dtype] = ties(self.declared(dtype)[1])
+        return self._ties[dtype]
 
     @property
     def depth(self) -> int:

@@ -186,3 +186,31 @@ def test_what_is_made_within_one_kernel_counts_at_its_end(device):
     del made
     assert device.held == 0
     assert device.peak == before + 80
+
+
+def test_shapes_of_other_functions(device):
+    a, b = np.ones((3, 4)), np.ones((5,), "float32")
+    for mode in ("full", "same", "valid"):
+        compare(device, lambda xp, a, b, mode=mode: xp.convolve(a, b, mode), np.ones(3), b)
+    for bins in (4, np.linspace(0, 1, 6)):
+        compare(device, lambda xp, a, bins: xp.histogram(a, bins)[0], b, bins, values=(1,))
+    for widths in (1, ((1, 2), (0, 3))):
+        compare(device, lambda xp, a, widths=widths: xp.pad(a, widths), a)
+    for repeats in (2, (2, 1), (2, 1, 1)):
+        compare(device, lambda xp, a, repeats=repeats: xp.tile(a, repeats), a)
+        compare(device, lambda xp, a, repeats=repeats: xp.tile(a, repeats), b)
+    for axis in (0, 1, -1):
+        at = np.zeros((3, 2) if axis else (2, 4), np.int64)
+        compare(device, lambda xp, a, at, axis=axis: xp.take_along_axis(a, at, axis=axis), a, at)
+    for rule, shapes_of in (
+        ("ij,ij->j", ((3, 4), (3, 1))),
+        ("ij,jk", ((3, 4), (4, 2))),
+        ("...i,i->...", ((2, 3), (3,))),
+    ):
+        compare(device, lambda xp, a, b, rule=rule: xp.einsum(rule, a, b), *map(np.ones, shapes_of))
+    x = ShapeArray(device, (3, 5), np.complex64)
+    for axis, length in ((1, None), (0, None), (1, 7)):
+        want = np.fft.irfft(np.ones((3, 5), "complex64"), length, axis)
+        found = device.fft.irfft(x, length, axis)
+        assert found.shape == want.shape
+        assert found.dtype == np.float32  # as SciPy's
