@@ -224,6 +224,7 @@ def test_a_sample_is_written_whatever_its_characters(tale: Path, folder: Path, m
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows
 def test_a_training_ends_in_order_where_the_model_cannot_write_a_sample(
     tale: Path, folder: Path, world: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
