@@ -323,7 +323,7 @@ def perceptrons(
     Raises
     ------
     ConfigError
-        If a token is to go to more experts than there are.
+        If a token is to go to more experts than there are, or the grid has no such axis.
     """
     if num_local_experts is None:
         return {}, None
@@ -334,6 +334,11 @@ def perceptrons(
         )
     auto = "data" if "data" in grid.sizes else None
     axis = as_cut(auto if expert_axis == "auto" and "auto" not in grid.sizes else expert_axis)
+    if not set(axis) <= set(grid.sizes):
+        raise ConfigError(
+            f"expert_axis={expert_axis!r}, but the grid has the axes {dict(grid.sizes)}: give one of these, or None to "
+            "have all experts on every rank"
+        )
     settings = {
         "num_local_experts": num_local_experts, "num_experts_per_tok": num_experts_per_tok,
         "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,

@@ -115,9 +115,7 @@ def generate(
     ConfigError
         On all ranks, before anything is computed: a model without a cache, no prompt or an empty one, a token that is
         not in the vocabulary, a sequence that would be longer than the model's positions, options out of range, ranks
-        that disagree.
-    ValueError
-        On all ranks, if logits are not finite.
+        that disagree.  Also on all ranks, if logits are not finite.
     """
 
     decoder = _decoder(model)
@@ -187,7 +185,7 @@ def _next(
         tokens[:] = sampling.choose(values, rows, position)
     decoder.world.broadcast(tokens, decoder.chooser)
     if (tokens < 0).any():
-        raise ValueError(
+        raise ConfigError(
             f"prompt {rows[int(np.argmin(tokens))]}: the model's largest logit at position {position} is not finite; "
             "its weights are not, or their dtype is too narrow"
         )

@@ -47,6 +47,10 @@ def _hidden(where: str, value: Any) -> Any:
     return several(integer(1))(where, [value] if isinstance(value, int) else value)
 
 
+def _axes(where: str, value: Any) -> Any:
+    return text(where, value) if isinstance(value, str) else several(text, least=1)(where, value)
+
+
 DATASETS = {
     "digits": Kind(datasets.digits, {"test": _fraction}),
     "npz": Kind(datasets.npz, {"path": text, "test": _fraction}),
@@ -74,7 +78,7 @@ _language: dict[str, Check] = {
     "num_experts_per_tok": one_of(1, 2),
     "router_aux_loss_coef": real(0),
     "capacity_factor": optional(_positive),
-    "expert_axis": optional(text),
+    "expert_axis": optional(_axes),
 }
 MODELS = {
     "mlp": Kind(

@@ -331,9 +331,10 @@ class PrecisionConfig(Section):
     @classmethod
     def expand(cls, value: object) -> object:
         given = super().expand(value)
-        dtype = given.get("dtype") if isinstance(given, Mapping) else None
-        if isinstance(dtype, str) and dtype in ("fp16", "float16"):
-            return {"loss_scale": "dynamic", **given}
+        if isinstance(given, Mapping):
+            dtype = given.get("dtype")
+            if isinstance(dtype, str) and dtype in ("fp16", "float16"):
+                return {"loss_scale": "dynamic", **given}
         return given
 
     @classmethod

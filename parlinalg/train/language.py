@@ -13,6 +13,7 @@ import numpy as np
 from parlinalg.backend.blas import gemm_rate, gemm_side
 from parlinalg.comm.together import together
 from parlinalg.datasets import Text, Tokenizer, known_share
+from parlinalg.errors import ConfigError
 from parlinalg.nn.generate import generate
 from parlinalg.train.config import SampleConfig
 from parlinalg.train.hooks import Hook
@@ -107,7 +108,8 @@ def _perplexity(loss: float) -> float:
 class PretrainedHook(Hook):
     """Leaves a language model as a folder that `parlinalg generate` and `from_pretrained` read, and a text by it.
 
-    A text is written where all steps were made.  Models that `transformers` does not have are not written.
+    A text is written where all steps were made; a line says why, if the model cannot write one.  Models that
+    `transformers` does not have are not written.
 
     Parameters
     ----------
@@ -132,8 +134,11 @@ class PretrainedHook(Hook):
         lines: list[str] = []
         sample: str | None = None
         if not trainer.signal and self.sampling.max_new_tokens:
-            sample, lines = self._sample(model)
-            files.append("sample.txt")
+            try:
+                sample, lines = self._sample(model)
+                files.append("sample.txt")
+            except ConfigError as error:  # on all ranks, such as of weights that are not finite
+                lines = [f"no sample is written: {error}"]
 
         def write() -> None:
             if not world.rank:

@@ -135,7 +135,9 @@ def classifier(config: TrainingConfig, mesh: Mesh, data: Samples) -> Recipe:
     if (odd := odd_one_out(mesh.world, *(np.ascontiguousarray(a).data for a in data.arrays))) is not None:
         raise ConfigError(f"{data.name}: rank {odd} reads other samples than rank 0; all ranks need the same files")
     dtype, grid = dtype_named(config.model_dtype), mesh.grid
-    model = declared_classifier(config, mesh, data.features, data.classes)
+    model = together(
+        mesh.world, lambda: declared_classifier(config, mesh, data.features, data.classes), "declaring the model"
+    )
     x_layout, y_layout = model.input_layout(), Layout(model.output_layout().dims[0])
     shape = (_rows(config, mesh, len(data.x)), data.features)
     most = max(config.batch_size, TEST_BATCH * config.microbatches(mesh.topology.size))
@@ -171,7 +173,10 @@ def language_model(config: TrainingConfig, mesh: Mesh, data: Text, out: Path | N
     if odd is not None:
         raise ConfigError(f"{data.name}: rank {odd} reads other tokens than rank 0; all ranks need the same files")
     length = length_of_sequences(config)
-    model = declared_language_model(config, mesh, data.tokenizer.vocab_size, length)
+    model = together(  # the ranks of a pipeline may have unlike grids, of which one cannot have it
+        mesh.world, lambda: declared_language_model(config, mesh, data.tokenizer.vocab_size, length),
+        "declaring the model",
+    )  # fmt: skip
     shape = (_rows(config, mesh), length)
     if config.in_memory:  # each block's input is kept for the backward pass
         hidden = math.prod(shape) * model.config["hidden_size"] * np.dtype(np.float16).itemsize

@@ -173,7 +173,7 @@ def test_what_is_wrong_is_said_at_once(make_grid, world):
             nn.generate(other, [[1]], 5)
     model.norm.bias.data = model.norm.bias.data * float("nan")
     for sample in (False, True):
-        with pytest.raises(ValueError, match="prompt 0: the model's largest logit at position 1 is not finite"):
+        with pytest.raises(pla.ConfigError, match="prompt 0: the model's largest logit at position 1 is not finite"):
             nn.generate(model, [[1], [2, 3]], 1, do_sample=sample)
 
 

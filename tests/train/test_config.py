@@ -188,6 +188,8 @@ WRONG = [
     ({"data": "text", "model": "mlp"}, ("'mlp' does not read the data 'text'", "'gpt' or 'llama'")),
     ({"model": "llama", "data": "digits"}, ("'llama' does not read the data 'digits'",)),
     ({"model": {"name": "gpt", "hiden_size": 3}}, ("model (gpt)", "did you mean 'hidden_size'")),
+    ({"model": {"name": "gpt", "expert_axis": ["data", 3]}}, ("model.expert_axis[1] must be a text, not 3",)),
+    ({"model": {"name": "gpt", "expert_axis": []}}, ("model.expert_axis",)),
     ({"data": {"name": "text", "sequence_length": 0}}, ("data.sequence_length", "at least 1")),
     ({"sample": {"temprature": 1}}, ("sample", "did you mean 'temperature'")),
     ({"validate_every": 0}, ("validate_every", "at least 1")),

@@ -112,6 +112,24 @@ def test_on_ranks_of_its_own(full: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(4)
+def test_experts_over_two_axes(tale: Path, world: Any, backend: str) -> None:
+    model = {**BASE["model"], "num_local_experts": 3}
+    cut = {**model, "expert_axis": ["data", "s"]}
+    found, _ = trained(world, settings(tale, parallel={"data": 2, "sequence": 2}, model=cut), backend, tale)
+    np.testing.assert_allclose(found, serial(tale, model=model)[0], rtol=CLOSE)
+
+
+@pytest.mark.ranks(3)
+def test_a_model_that_one_stage_cannot_have_is_refused_on_all_ranks(tale: Path, world: Any, backend: str) -> None:
+    """The grid of the second rank of the pipeline has no axis "t"."""
+    each = {"tensor": [{"size": 2, "mode": "1d"}, {"size": 1}]}
+    model = {**BASE["model"], "num_local_experts": 3, "expert_axis": "t"}
+    told = "rank 2, declaring the model: .*expert_axis='t', but the grid has the axes {'data': 1}: give one of these"
+    with pytest.raises(ConfigError, match=told):
+        trained(world, settings(tale, parallel={"pipeline": each}, model=model), backend, tale)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("precision", "zero"), [("bf16", 2), ("fp16", 3)][BACKEND != "numpy" :])
 def test_lower_precision(precision: str, zero: int, tale: Path, world: Any, backend: str) -> None:
     """The losses of one rank but for the rounding of 16 bits."""

@@ -222,6 +222,23 @@ def test_a_sample_is_written_whatever_its_characters(tale: Path, folder: Path, m
     assert (folder / "out" / "sample.txt").read_text(encoding="utf-8") == "It … ? was"
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows
+def test_a_training_ends_in_order_where_the_model_cannot_write_a_sample(
+    tale: Path, folder: Path, world: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first step makes the weights infinite; the others are skipped."""
+    data = {"name": "text", "path": str(tale), "sequence_length": 7}
+    more = {"optimizer": {"name": "sgd", "lr": 1e308}, "skip_nonfinite": True, "model": {"name": "gpt", **SIZES}}
+    assert main({**BASE, **more, "data": data}, folder, comm=world) == 0
+    world.barrier()
+    assert (folder / "tokenizer.json").exists()
+    assert not (folder / "sample.txt").exists()
+    if world.rank == 0:
+        assert "no sample is written: prompt 0: the model's largest logit" in capfd.readouterr().out
+
+
 @pytest.mark.ranks(2)
 def test_ranks_that_read_other_texts_are_told(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # each rank's own
