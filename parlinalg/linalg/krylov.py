@@ -129,7 +129,7 @@ class _System:
         return fitted
 
     def unsolved(
-        self, x: DistArray, told: np.ndarray, steps: int, condition: Any, length: Callable[[DistArray], np.ndarray]
+        self, x: DistArray, told: np.ndarray, steps: Any, condition: Any, length: Callable[[DistArray], np.ndarray]
     ) -> tuple[np.ndarray, DistArray]:  # fmt: skip
         """Return which of the systems that x solves, as recurrences tell, are to go on, as it does not; and b − A x.
 
@@ -140,8 +140,8 @@ class _System:
         ----------
         told : array
             True of the systems.
-        steps : int
-            Those since b − A x was computed.
+        steps : array of int
+            Those that a system has taken since b − A x was computed.
         condition : array
             About ‖A‖ ‖A⁻¹‖, as far as these steps tell.  If it is small nothing is computed; but two steps tell little:
             b may be nearly in the null space of A.
@@ -150,7 +150,8 @@ class _System:
         """
         eps = 10 * np.finfo(self.dtype).eps
         rounding = eps * condition * self.least
-        if not (steps and told.any()) or (steps > 2 and (~told | (rounding <= self.limit)).all()):
+        told = told & (((steps > 0) & (steps <= 2)) | (rounding > self.limit))
+        if not told.any():
             return np.zeros_like(self.failed), self.b
         noise = default_rng(0).normal(size=x.shape, grid=x.grid, layout=x.layout) * eps
         with np.errstate(over="ignore", invalid="ignore"):
@@ -268,7 +269,7 @@ def cg(
         w = s.times(u)
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
-    active, most, begun = np.ones(systems, bool), s.most(), 0
+    active, most, taken = np.ones(systems, bool), s.most(), np.zeros(systems, int)
     largest, longest = np.zeros(systems), np.zeros(systems)  # of the eigenvalues seen, and of their inverses
     for step in range(most + 1):
         with np.errstate(over="ignore", invalid="ignore"):
@@ -289,10 +290,10 @@ def cg(
         active = active & (size > s.limit)
         if not active.any():
             condition = (largest * longest) ** (2 if pipelined else 1)  # recurrences of products lose more digits
-            active, residual = s.unsolved(x, ~s.failed, step - begun, condition, vectors.norm)
+            active, residual = s.unsolved(x, ~s.failed, taken, condition, vectors.norm)
             if not active.any():
                 return s.result(max(step, 1) if s.failed.any() else 0)
-            r, begun, first = residual, step, True
+            r, taken, first = residual, 0 * taken, True
             u = s.preconditioned(r)
             w = s.times(u)
             if step < most:
@@ -306,7 +307,7 @@ def cg(
             curvature, surely = _curvature(s, u, w, plus(u, s.factor(beta), p))
             if (surely := surely & wrong).any():
                 raise _indefinite(s, gamma, curvature, np.zeros_like(surely), surely, step)
-            r, begun = s.b - s.times(x), step
+            r, taken = s.b - s.times(x), 0 * taken
             u = s.preconditioned(r)
             w, first = s.times(u), True
             continue
@@ -314,7 +315,7 @@ def cg(
             raise _indefinite(s, gamma, curvature, active & (gamma <= 0), wrong, step)
         alpha, old = _ratio(gamma, curvature, active), alpha
         largest = np.maximum(largest, _ratio(1.0, alpha, active) + (0.0 if first else _ratio(beta, old, active)))
-        longest = np.maximum(longest, alpha)
+        longest, taken = np.maximum(longest, alpha), taken + active
         along, onward = s.factor(alpha), s.factor(beta)
         p, q = (u, w) if first else (plus(u, onward, p), plus(w, onward, q))
         if pipelined:
@@ -387,7 +388,7 @@ def minres(
     z, size = _preconditioned_start(s, v, rtol, atol)
     x = s.x
     s.best, s.least = x, size
-    old_v, old_size, left, begun = v, np.ones(systems), size, 0
+    old_v, old_size, left, begun, taken = v, np.ones(systems), size, 0, np.zeros(systems, int)
     w = old_w = nothing = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
     sine = old_sine = norm = np.zeros(systems)
@@ -400,17 +401,17 @@ def minres(
         active = ((np.abs(left) > s.limit) & (size > 0) & ~lost & ~s.failed) | (not s.values)
         if not active.any():
             length = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
-            active, v = s.unsolved(x, ~(lost | s.failed), step - begun, _ratio(norm, least, True), length)
+            active, v = s.unsolved(x, ~(lost | s.failed), taken, _ratio(norm, least, True), length)
             if not active.any():
                 break
             z, old_v, w, old_w, begun = s.preconditioned(v), nothing, nothing, nothing, step
             left, size = (np.where(active, s.least, each) for each in (left, size))
             c = old_c = np.ones(systems)
             sine = old_sine = np.zeros(systems)
-            doubt = doubt & ~active
+            doubt, taken = doubt & ~active, 0 * taken
         if step == most:
             break
-        z = z * s.factor(_ratio(1.0, size, active))
+        z, taken = z * s.factor(_ratio(1.0, size, active)), taken + active
         known = (s, z, active, v, size, old_v, old_size, step)
         delta, new, following, length = _lanczos_step(*known)
         if step == 0 and s.fit(z, np.where(active, np.hypot(delta, length), 1.0)):
