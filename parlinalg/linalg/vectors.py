@@ -227,7 +227,7 @@ class Scaled:
         if doubt.any():
             lift = np.where(size == 0, 1, -1) * (np.finfo(x.dtype).maxexp // 2) * doubt
             (found,), (power,) = self._vectors.measured(self(shifted(x, lift)))
-            exponents = np.where(doubt & (found > 0), _exponent(found) - power - lift, exponents)
+            exponents = np.where(doubt & (found > 0) & np.isfinite(found), _exponent(found) - power - lift, exponents)
         change = kernels.shifts(exponents, x.dtype, squares=True)
         self.exponents = self.exponents + change
         return bool(change.any())
