@@ -134,7 +134,8 @@ class _System:
         """Return which of the systems that x solves, as recurrences tell, are to go on, as it does not; and b − A x.
 
         They do if their residual is at most half as long as the last one that was computed so.  Others have `failed`,
-        and keep their `best` solution; so do those whose x is so long that rounding it makes a residual like b.
+        and keep their `best` solution; so do those whose x is so long that rounding it makes a residual like b.  What
+        rounding x makes of the residual is no reason to go on.
 
         Parameters
         ----------
@@ -156,9 +157,9 @@ class _System:
         noise = default_rng(0).normal(size=x.shape, grid=x.grid, layout=x.layout) * eps
         with np.errstate(over="ignore", invalid="ignore"):
             size = length(r := self.b - self.times(x))
-            blurred = length(self.b - self.times(x + x * noise.astype(x.real.dtype)))
-        lost = told & ~(blurred <= np.maximum(self.limit, self.norm / 2))  # rounding of x is as much as b
-        wrong = lost | (told & ~(size <= np.maximum(self.limit, eps * self.norm)))
+            rounded = length(self.times(x * noise.astype(x.real.dtype)))
+        lost = told & ~(rounded <= np.maximum(self.limit, self.norm / 2))
+        wrong = lost | (told & ~(size <= self.limit + rounded))
         again = wrong & ~lost & (size <= self.least / 2)
         self.failed = self.failed | (wrong & ~again)
         self.best, self.least = self.vectors.chosen(again, x, self.best), np.where(again, size, self.least)
