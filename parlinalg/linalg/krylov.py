@@ -401,8 +401,8 @@ def minres(
     for step in range(most + 1):
         active = ((np.abs(left) > s.limit) & (size > 0) & ~lost & ~s.failed) | (not s.values)
         if not active.any():
-            length = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
-            active, v = s.unsolved(x, ~(lost | s.failed), taken, _ratio(norm, least, True), length)
+            measured = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
+            active, v = s.unsolved(x, ~(lost | s.failed), taken, _ratio(norm, least, True), measured)
             if not active.any():
                 break
             z, old_v, w, old_w, begun = s.preconditioned(v), nothing, nothing, nothing, step

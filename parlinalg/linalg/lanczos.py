@@ -624,8 +624,8 @@ def lobpcg(
     s, a_s, b_s, both = pencil.start()
     with np.errstate(over="ignore"):
         limit = float(np.ldexp(limit, pencil.residual_power))
-    given = {"A": A, "X": X, "B": B, "M": M}
-    w, c, _ = _rayleigh_ritz(both, k, dtype, largest, assumed, given)
+    arguments = {"A": A, "X": X, "B": B, "M": M}
+    w, c, _ = _rayleigh_ritz(both, k, dtype, largest, assumed, arguments)
     x, ax, bx = (each @ back(c) for each in (s, a_s, b_s))
     p = ap = bp = x[:, :0]
     for turn in range(maxiter):
@@ -638,7 +638,7 @@ def lobpcg(
             xp.concatenate(each, axis=1)
             for each in ((x, r, p), (ax, pencil.times("A", r), ap), (bx, pencil.times("B", r), bp))
         )
-        w, c, more = _rayleigh_ritz(pencil.products(s, a_s, b_s), k, dtype, largest, assumed, given)
+        w, c, more = _rayleigh_ritz(pencil.products(s, a_s, b_s), k, dtype, largest, assumed, arguments)
         x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, more) for each in (s, a_s, b_s))
         if turn % AGAIN == AGAIN - 1:  # what was combined is computed, before its errors have values of their own
             s = xp.concatenate([x, p], axis=1)
