@@ -102,6 +102,9 @@ TALL, SLICE = 8, 48
 NARROW, PIECE = 32, 512
 """Right-hand sides up to which a triangle is solved in pieces, and rows of a piece.  OpenBLAS solves with few columns
 on one thread; products it shares out."""
+SMALL_TRIANGLE, TOGETHER = 8192, 1024
+"""The most multiplications by a triangle, n² k, up to which many are solved at once, row by row, and how many at once,
+so that caches hold them.  A call of BLAS a triangle takes about 15 µs more than it computes."""
 
 
 def bound(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> Callable[[], int]:
@@ -156,10 +159,18 @@ def substitute(
         t = _lifted(t, b, right, adjoint)
     if adjoint and t.dtype.kind != "c":
         t, lower, adjoint = t.T, not lower, False
-    if not right and not adjoint and b.shape[1] <= NARROW:
+    if right or adjoint:
+        _substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
+    else:
+        _forward_or_back(t, b, lower=lower, unit=unit)
+
+
+def _forward_or_back(t: np.ndarray, b: np.ndarray, *, lower: bool, unit: bool) -> None:
+    """Replace b by the solution x of `t x = b`."""
+    if b.shape[1] <= NARROW:
         _in_pieces(t, b, lower, unit)
     else:
-        _substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        _substitute(t, b, right=False, lower=lower, adjoint=False, unit=unit)
 
 
 def _in_pieces(t: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> None:
@@ -234,7 +245,8 @@ def in_range(a: Block) -> tuple[Block, np.ndarray]:
     """Return the matrices [count, m, n] times their `units`, and these, [count], on the host."""
     if not a.size or not has_values(a):
         return a, np.ones(len(a), np.finfo(a.dtype).dtype)
-    found = units(to_host(abs(a).max((-2, -1))))
+    sizes = abs(a) if a.dtype.kind != "c" else namespace(a).maximum(abs(a.real), abs(a.imag))  # |a| may be out of range
+    found = units(to_host(sizes.max((-2, -1))))
     return (a * beside(found, a)[:, None, None] if (found != 1).any() else a), found
 
 
@@ -256,23 +268,52 @@ def quotients(y: Any, values: Any) -> Any:
 
 
 def triangles(t: Block, b: Block, *, lower: bool = False, adjoint: bool = False, unit: bool = False) -> Block:
-    """Return the solutions x of `op(t) x = b` of stacks of triangles, with zeros outside of them and ones for `unit`.
+    """Return the solutions x of `op(t) x = b` of stacks of triangles by substitution; other triangles are not read.
 
-    A zero on a diagonal is an error.
+    Raises
+    ------
+    LinAlgError
+        If an element of a diagonal is 0, unless `unit` says that they are ones.
     """
-    if not isinstance(t, np.ndarray) and has_values(t):
+    if not has_values(t):
+        return namespace(t).linalg.solve(t, b)
+    n, shape = t.shape[-1], b.shape
+    count = math.prod(shape[:-2])
+    diagonals = t.diagonal(0, -2, -1)
+    if not unit and bool((zero := (diagonals == 0).reshape(count, n).any(axis=0)).any()):
+        i = int(zero.argmax())
+        raise np.linalg.LinAlgError(f"the matrix is singular: element [{i}, {i}] of its diagonal is 0")
+    if not isinstance(t, np.ndarray):
         return _device(t).triangles(t, b, lower=lower, adjoint=adjoint, unit=unit)
-    xp = namespace(t)
-    t = t + xp.eye(t.shape[-1], dtype=t.dtype) if unit else t
-    t = t.swapaxes(-1, -2).conj() if adjoint else t
-    if has_values(t) and (small := _without_reciprocals(np.diagonal(t, 0, -2, -1))).any():  # see `_lifted`
+    x, t = np.array(b, order="C").reshape(count, *shape[-2:]), t.reshape(count, n, n)
+    if not x.size:
+        return x.reshape(shape)
+    if adjoint:
+        t, lower = t.swapaxes(-1, -2).conj(), not lower
+    if not unit and (small := _without_reciprocals(np.diagonal(t, 0, -2, -1))).any():  # see `_lifted`
         scale = np.where(small, _lift(t.dtype), 1)[..., None]
         with np.errstate(over="ignore"):
-            t, b = t * scale, b * scale
-    if lower == adjoint:
-        return xp.linalg.solve(t, b)
-    # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
-    return xp.linalg.solve(t[..., ::-1, ::-1], b[..., ::-1, :])[..., ::-1, :]
+            t, x = t * scale, x * scale
+    if n * n * x.shape[-1] <= SMALL_TRIANGLE and 4 * len(x) > n:
+        for first in range(0, len(x), TOGETHER):
+            some = slice(first, first + TOGETHER)
+            _substitute_together(t[some], x[some], lower=lower, unit=unit)
+    else:
+        for each, sides in zip(t, x, strict=True):
+            _forward_or_back(each, sides, lower=lower, unit=unit)
+    return x.reshape(shape)
+
+
+def _substitute_together(t: np.ndarray, b: np.ndarray, *, lower: bool, unit: bool) -> None:
+    """Replace b by the solutions x of `t x = b` of many small triangles, one row of all of them after the other."""
+    n = t.shape[-1]
+    rows, x = (np.ascontiguousarray(np.moveaxis(each, 0, -1)) for each in (t, b))  # the matrices are innermost
+    for i in range(n) if lower else reversed(range(n)):
+        if not unit:
+            x[i] /= rows[i, i]
+        left = slice(i + 1, None) if lower else slice(i)
+        x[left] -= rows[left, i, None] * x[i]
+    b[...] = np.moveaxis(x, -1, 0)
 
 
 def multiply(t: Block, b: Block, *, adjoint: bool = False) -> Block:

@@ -32,10 +32,13 @@ from parlinalg.linalg.vectors import (
     applied,
     assumed_steps,
     columns,
+    met_odd,
     product,
+    refuse_scipy,
     shifted,
     tolerance,
 )
+from parlinalg.random.generator import default_rng
 
 
 class _System:
@@ -50,7 +53,7 @@ class _System:
         maxiter = None if maxiter is None else whole(f"{name}: maxiter", maxiter, 0)
         kinds = [getattr(v, "dtype", np.dtype(np.float32)) for v in (a, b, x0)]
         self.dtype = np.result_type(*kinds, np.float32)
-        self.name = name
+        self.name, self._given = name, {"A": a, "M": m}
         b, self._back = columns(name, b, [v for v in (a, m) if isinstance(v, DistArray)])
         self.b = b = b.astype(self.dtype, copy=False)
         self.layout, n = b.layout, b.shape[0 if b.ndim == 1 else -2]
@@ -66,17 +69,32 @@ class _System:
         self.maxiter = 10 * n if maxiter is None else maxiter
         x0 = None if x0 is None else self._first_guess(x0)
         norm, self.exponents, self.b, x, self.r = _begun(name, self.vectors, b, x0, self.times)
+        if x0 is not None and (lost := self._nothing_left(b, norm)).any():  # solutions would have no digits
+            self.times.exponents = np.zeros_like(self.times.exponents)
+            x0 = self.vectors.chosen(lost, 0 * b, x0)
+            norm, self.exponents, self.b, x, self.r = _begun(name, self.vectors, b, x0, self.times)
         self.x = zeros(b.shape, dtype=self.dtype, grid=b.grid, layout=b.layout) if x is None else x
         with np.errstate(over="ignore"):
             self.limit = np.maximum(rtol * norm, np.ldexp(atol, self.exponents))
         if x0 is not None and b.grid.backend.values and (norm == 0).any():  # 0 solves it
             self.x = self.x * self.factor(norm > 0)
             self.r = self.b - self.times(self.x)
+        self.norm = norm  # ‖b‖, with M's of `minres` (bᴴ M b)½
+        self.best, self.least, self.failed = self.x, norm, np.zeros(self.vectors.systems, bool)
         self.values = b.grid.backend.values
         self.assumed = assumed_steps(b)
         """The steps to be taken where values do not tell; None where they do."""
         if self.assumed is not None:
             self.limit = 0 * norm
+
+    def _nothing_left(self, b: DistArray, norm: np.ndarray) -> np.ndarray:
+        """Return of which systems b, of this length beside A x0, is lost in the residual b − A x0."""
+        share = np.finfo(self.dtype).eps ** 4
+        if not (self.b.grid.backend.values and (small := norm < share).any()):
+            return np.zeros(self.vectors.systems, bool)
+        (given,), _ = self.vectors.measured(b)
+        found: np.ndarray = small & (given > 0) & (norm <= share * self.vectors.norm(self.b - self.r))
+        return found
 
     def _first_guess(self, x0: Any) -> DistArray:
         """Return x0 as vectors; raise ValueError if it has not the solution's shape."""
@@ -110,18 +128,56 @@ class _System:
         self.x = shifted(self.x, before - self.times.exponents)
         return fitted
 
+    def unsolved(
+        self, x: DistArray, told: np.ndarray, steps: Any, condition: Any, length: Callable[[DistArray], np.ndarray]
+    ) -> tuple[np.ndarray, DistArray]:  # fmt: skip
+        """Return which of the systems that x solves, as recurrences tell, are to go on, as it does not; and b − A x.
+
+        They do if their residual is at most half as long as the last one that was computed so.  Others have `failed`,
+        and keep their `best` solution; so do those whose x is so long that rounding it makes a residual like b.  What
+        rounding x makes of the residual is no reason to go on.
+
+        Parameters
+        ----------
+        told : array
+            True of the systems.
+        steps : array of int
+            Those that a system has taken since b − A x was computed.
+        condition : array
+            About ‖A‖ ‖A⁻¹‖, as far as these steps tell.  If it is small nothing is computed; but two steps tell little:
+            b may be nearly in the null space of A.
+        length : function
+            Of a residual the length that is compared with the limit.
+        """
+        eps = 10 * np.finfo(self.dtype).eps
+        rounding = eps * condition * self.least
+        told = told & (((steps > 0) & (steps <= 2)) | (rounding > self.limit))
+        if not told.any():
+            return np.zeros_like(self.failed), self.b
+        noise = default_rng(0).normal(size=x.shape, grid=x.grid, layout=x.layout) * eps
+        with np.errstate(over="ignore", invalid="ignore"):
+            size = length(r := self.b - self.times(x))
+            rounded = length(self.times(x * noise.astype(x.real.dtype)))
+        lost = told & ~(rounded <= np.maximum(self.limit, self.norm / 2))
+        wrong = lost | (told & ~(size <= self.limit + rounded))
+        again = wrong & ~lost & (size <= self.least / 2)
+        self.failed = self.failed | (wrong & ~again)
+        self.best, self.least = self.vectors.chosen(again, x, self.best), np.where(again, size, self.least)
+        return again, r
+
     def solution(self, x: DistArray) -> DistArray:
         """Return a solution in the shape of b, in the user's units."""
         return self._back(shifted(x, self.times.exponents - self.exponents))
 
     def result(self, info: int) -> tuple[DistArray, int]:
         """Return the solution in the shape of b, and 0 or the number of iterations that did not suffice."""
-        return self.solution(self.x), info if self.values else 0
+        x = self.vectors.chosen(~self.failed, self.x, self.best) if self.failed.any() else self.x
+        return self.solution(x), info if self.values else 0
 
     def finite(self, value: Any, step: int) -> Any:
         """Return numbers that decide; raise an error if one is none."""
         if not np.isfinite(value).all():
-            raise LinAlgError(f"{self.name} met NaNs or infinities in iteration {step}{self.at(~np.isfinite(value))}")
+            raise met_odd(self.name, f" in iteration {step}{self.at(~np.isfinite(value))}", **self._given)
         return value
 
     def at(self, wrong: Any) -> str:
@@ -140,6 +196,8 @@ def _begun(
     norm, exponents = sizes[0], powers[0]
     if not np.isfinite(norm).all():
         raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
+    if not np.isfinite(sizes).all():
+        raise ValueError(f"{name} takes finite numbers; x0 has NaNs or infinities")
     if x0 is None:
         b = shifted(b, exponents)
         return norm, exponents, b, None, b.copy()
@@ -193,7 +251,8 @@ def cg(
     -------
     x : DistArray
     info : int
-        0, or the number of iterations that did not suffice for some system, but at least 1.
+        0, or the number of iterations that did not suffice for some system, but at least 1: `maxiter`, or less where
+        rounding lets the residual of x become no smaller, as with a singular A.
 
     A step takes one product, and one all-reduce of three numbers a system (Chronopoulos and Gear 1989).  Arguments and
     results are those of `scipy.sparse.linalg.cg`.
@@ -211,7 +270,8 @@ def cg(
         w = s.times(u)
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
-    active, most = np.ones(systems, bool), s.most()
+    active, most, taken = np.ones(systems, bool), s.most(), np.zeros(systems, int)
+    largest, longest = np.zeros(systems), np.zeros(systems)  # of the eigenvalues seen, and of their inverses
     for step in range(most + 1):
         with np.errstate(over="ignore", invalid="ignore"):
             summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
@@ -224,10 +284,21 @@ def cg(
             if pipelined:
                 m = s.preconditioned(w)
                 n = s.times(m)
-        s.x = x
-        active = active & (np.sqrt(np.maximum(0, s.finite(rr, step))) > s.limit)
+        s.finite(np.abs(gamma) + np.abs(delta) + rr, step)
+        s.x, size = x, np.sqrt(np.maximum(0, rr))
+        if step == 0:
+            s.best, s.least = x, size
+        active = active & (size > s.limit)
         if not active.any():
-            return s.result(0)
+            condition = (largest * longest) ** (2 if pipelined else 1)  # recurrences of products lose more digits
+            active, residual = s.unsolved(x, ~s.failed, taken, condition, vectors.norm)
+            if not active.any():
+                return s.result(max(step, 1) if s.failed.any() else 0)
+            r, taken, first = residual, 0 * taken, True
+            u = s.preconditioned(r)
+            w = s.times(u)
+            if step < most:
+                continue
         if step == most:
             break
         beta = 0.0 if first else _ratio(gamma, before, active)
@@ -237,13 +308,15 @@ def cg(
             curvature, surely = _curvature(s, u, w, plus(u, s.factor(beta), p))
             if (surely := surely & wrong).any():
                 raise _indefinite(s, gamma, curvature, np.zeros_like(surely), surely, step)
-            r = s.b - s.times(x)
+            r, taken = s.b - s.times(x), 0 * taken
             u = s.preconditioned(r)
             w, first = s.times(u), True
             continue
         if wrong.any():
             raise _indefinite(s, gamma, curvature, active & (gamma <= 0), wrong, step)
-        alpha = _ratio(gamma, curvature, active)
+        alpha, old = _ratio(gamma, curvature, active), alpha
+        largest = np.maximum(largest, _ratio(1.0, alpha, active) + (0.0 if first else _ratio(beta, old, active)))
+        longest, taken = np.maximum(longest, alpha), taken + active
         along, onward = s.factor(alpha), s.factor(beta)
         p, q = (u, w) if first else (plus(u, onward, p), plus(w, onward, q))
         if pipelined:
@@ -315,18 +388,31 @@ def minres(
     v, systems = s.r, s.vectors.systems
     z, size = _preconditioned_start(s, v, rtol, atol)
     x = s.x
-    old_v, old_size, left = v, np.ones(systems), size
-    w = old_w = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
+    s.best, s.least = x, size
+    old_v, old_size, left, begun, taken = v, np.ones(systems), size, 0, np.zeros(systems, int)
+    w = old_w = nothing = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
     sine = old_sine = norm = np.zeros(systems)
+    least = np.full(systems, np.inf)
     eps = np.finfo(s.dtype).eps
     doubt = lost = np.zeros(systems, bool)  # as A r is small; as there is no solution
     kept, before = x, left
-    for step in range(s.most()):
-        active = ((np.abs(left) > s.limit) & (size > 0) & ~lost) | (not s.values)
+    most = s.most()
+    for step in range(most + 1):
+        active = ((np.abs(left) > s.limit) & (size > 0) & ~lost & ~s.failed) | (not s.values)
         if not active.any():
+            measured = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
+            active, v = s.unsolved(x, ~(lost | s.failed), taken, _ratio(norm, least, True), measured)
+            if not active.any():
+                break
+            z, old_v, w, old_w, begun = s.preconditioned(v), nothing, nothing, nothing, step
+            left, size = (np.where(active, s.least, each) for each in (left, size))
+            c = old_c = np.ones(systems)
+            sine = old_sine = np.zeros(systems)
+            doubt, taken = doubt & ~active, 0 * taken
+        if step == most:
             break
-        z = z * s.factor(_ratio(1.0, size, active))
+        z, taken = z * s.factor(_ratio(1.0, size, active)), taken + active
         known = (s, z, active, v, size, old_v, old_size, step)
         delta, new, following, length = _lanczos_step(*known)
         if step == 0 and s.fit(z, np.where(active, np.hypot(delta, length), 1.0)):
@@ -337,7 +423,8 @@ def minres(
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
         whole = np.hypot(first, size)
-        norm = np.maximum(norm, np.sqrt(delta**2 + size**2 + (current**2 if step else 0)))
+        least = np.where(active & (whole > 0), np.minimum(least, whole), least)
+        norm = np.maximum(norm, np.sqrt(delta**2 + size**2 + (current**2 if step > begun else 0)))
         if s.values and (small := active & ~doubt & (np.hypot(first, c * size) <= np.sqrt(eps) * norm)).any():
             kept, before = kept * s.factor(~small) + x * s.factor(small), np.where(small, np.abs(left), before)
             doubt, lost = doubt | small, lost | (small & (whole == 0))
@@ -353,10 +440,10 @@ def minres(
         s.x = x
         if callback is not None:
             callback(s.solution(x))
-    solved, lost = (np.abs(left) <= s.limit) | ((size == 0) & ~lost), lost | doubt
+    solved, lost = ((np.abs(left) <= s.limit) | ((size == 0) & ~lost)) & ~s.failed, (lost | doubt) & ~s.failed
     if (lost := lost & ~solved).any():
         s.x = x * s.factor(~lost) + kept * s.factor(lost)
-    return s.result(0 if solved.all() else -1 if (solved | lost).all() else max(s.maxiter, 1))
+    return s.result(0 if solved.all() else -1 if (solved | lost).all() else max(step, 1))
 
 
 def _preconditioned_start(s: _System, v: DistArray, rtol: float, atol: float) -> tuple[DistArray, np.ndarray]:
@@ -376,7 +463,8 @@ def _preconditioned_start(s: _System, v: DistArray, rtol: float, atol: float) ->
     unit = np.sqrt(np.ldexp(1.0, s.preconditioned.exponents))
     with np.errstate(over="ignore"):
         absolute = np.ldexp(atol * unit, s.exponents)
-    s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b)), absolute)
+    s.norm = _length(s, s.b, s.preconditioned(s.b))
+    s.limit = np.maximum(rtol * s.norm, absolute)
     return z, size
 
 
@@ -441,35 +529,29 @@ def gmres(
         best, least = s.vectors.chosen(size <= least, s.x, best), np.minimum(size, least)
         if not active.any() or turn == s.maxiter:
             break
-        basis, h = Basis(s.vectors, most + 1), np.zeros((most + 1, most, *systems), s.vectors.dtype)
+        basis, h = Basis(s.vectors, most + 1), _Hessenberg(most, size, s.vectors.dtype)
         directions = basis if M is None else Basis(s.vectors, most)
         basis.append(s.r, np.where(active, size, 0))
-        right, y = np.zeros((most + 1, *systems), s.vectors.dtype), np.zeros((most, *systems), s.vectors.dtype)
-        right[0] = size
         for j in range(most):
             z = s.preconditioned(basis[j])
             if M is not None and steps == 0 and s.preconditioned.fit_image(basis[j], z, active):
                 z = s.preconditioned(basis[j])
             if M is not None:
                 directions.append(z, np.ones(systems))
-            w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
-            if steps == 0 and s.fit(z, np.where(active, np.hypot(np.abs(h[0, 0]), length), 1.0)):
-                w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
-            h[j + 1, j] = s.finite(length, steps)
+            w, column, length = basis.orthogonalized(s.times(z))
+            if steps == 0 and s.fit(z, np.where(active, np.hypot(np.abs(column[0]), length), 1.0)):
+                w, column, length = basis.orthogonalized(s.times(z))
+            h.append(column, s.finite(length, steps), active)
             steps += 1
             if steps == s.assumed:
                 break
-            for each in map(tuple, np.argwhere(active)) if s.values else ():
-                at = (slice(None), *each)
-                y[: j + 1][at], left = _least(h[: j + 2, : j + 1][(slice(None), *at)], right[: j + 2][at])
-                largest = np.abs(h[: j + 1, j][at]).max(initial=0)
-                if left <= s.limit[each] or length[each] <= np.finfo(s.dtype).eps * largest:
-                    active[each] = False
+            if s.values:
+                active = active & (h.left > s.limit) & (length > np.finfo(s.dtype).eps * np.abs(column).max(axis=0))
             if not active.any():
                 break
             basis.append(w, np.where(active, length, 0))
         with np.errstate(over="ignore", invalid="ignore"):  # the next turn asks whether x is better
-            s.x = s.x + directions.combined(y[: j + 1])
+            s.x = s.x + directions.combined(h.solution(s.values))
             s.r = s.b - s.times(s.x)
         if callback is not None:
             callback(s.solution(s.x))
@@ -477,10 +559,49 @@ def gmres(
     return s.result(max(steps, 1) if spoiled.any() or active.any() else 0)
 
 
-def _least(h: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return y for which ‖right − H y‖ is least, and that length; small, and the same on all ranks."""
-    y = np.linalg.lstsq(h, right)[0]
-    return y, float(np.linalg.norm(right - h @ y))
+class _Hessenberg:
+    """The Hessenberg matrices H of `gmres`, one a system, with ‖size e₁ − H y‖ as columns are added; on all ranks.
+
+    Parameters
+    ----------
+    most : int
+        The columns there is room for.
+    size : array [*systems]
+        The lengths of the first residuals.
+
+    Attributes
+    ----------
+    left : array [*systems]
+        The least such lengths, by Givens' rotations.
+    """
+
+    def __init__(self, most: int, size: Any, dtype: np.dtype[Any]) -> None:
+        self.size, self.left = size, np.asarray(size)
+        systems = self.left.shape
+        self._h, self._columns = np.zeros((most + 1, most, *systems), dtype), 0
+        self._row = np.ones((1, *systems), dtype)  # the last one of the rotations so far, which make H a triangle
+        self._used = np.zeros(systems, int)
+
+    def append(self, column: np.ndarray, length: Any, active: np.ndarray) -> None:
+        """Add a column, whose last element is `length`; to systems that are not active it adds nothing."""
+        j = self._columns
+        self._h[: j + 1, j], self._h[j + 1, j] = column, length
+        self._columns, self._used = j + 1, np.where(active, j + 1, self._used)
+        last = (self._row * column).sum(axis=0)
+        whole = np.hypot(np.abs(last), length)
+        cosine, sine = _ratio(last, whole, True), _ratio(length, whole, True)
+        self._row = np.concatenate([-sine * self._row, cosine[None]])
+        self.left = np.where(active, self.left * sine, self.left)
+
+    def solution(self, values: bool) -> np.ndarray:
+        """Return the y of each system, [columns, *systems]; zeros unless there are `values`."""
+        y = np.zeros((self._columns, *self._used.shape), self._h.dtype)
+        for at in np.ndindex(*self._used.shape) if values else ():
+            n = int(self._used[at])
+            right = np.zeros(n + 1)
+            right[0] = self.size[at]
+            y[(slice(n), *at)] = np.linalg.lstsq(self._h[(slice(n + 1), slice(n), *at)], right)[0]
+        return y
 
 
 class LsqrResult(NamedTuple):
@@ -634,6 +755,7 @@ def _both_products(a: Any, b: Any) -> tuple[Apply, Apply]:
         return forward, applied(adjoint, "lsqr", a.shape[-2], False, stacks=True)
     if isinstance(a, tuple) and len(a) == 2 and all(map(callable, a)):
         return a
+    refuse_scipy(a, "lsqr")
     raise TypeError(f"lsqr takes a DistArray or two functions (of x and of y: A x, Aᴴ y), not {type(a).__name__}")
 
 
@@ -655,6 +777,7 @@ class _Bidiagonalization:
     def __init__(self, forward: Apply, backward: Apply, a: Any, b: Any, x0: Any) -> None:
         kinds = [x.dtype for x in (a, b, x0) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
         dtype = np.result_type(*kinds, np.float32)
+        self._given = {"A": a}
         u, self._back = columns("lsqr", b, [a])
         rows, layout, u = u.shape, u.layout, u.astype(dtype, copy=False)
         self.high = Vectors(u)
@@ -690,10 +813,9 @@ class _Bidiagonalization:
         """Return a solution, held times 2 to the power `ahead`, in the shape of b, in the user's units."""
         return self._back(shifted(x, self.times.exponents - self.exponents - ahead))
 
-    @staticmethod
-    def _normalized(x: DistArray, vectors: Vectors, size: np.ndarray) -> tuple[DistArray, np.ndarray]:
+    def _normalized(self, x: DistArray, vectors: Vectors, size: np.ndarray) -> tuple[DistArray, np.ndarray]:
         if not np.isfinite(size).all():
-            raise LinAlgError("lsqr met NaNs or infinities")
+            raise met_odd("lsqr", **self._given)
         return x * vectors.factor(np.where(size > 0, _ratio(1.0, size, True), 1.0)), size
 
 

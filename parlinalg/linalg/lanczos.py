@@ -25,6 +25,7 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, qr
 from parlinalg.linalg.matrices import LinAlgError, distributed, real_number
 from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
+from parlinalg.linalg.tiles import worst
 from parlinalg.linalg.vectors import (
     Apply,
     Basis,
@@ -34,7 +35,9 @@ from parlinalg.linalg.vectors import (
     applied,
     assumed_steps,
     lead_of,
+    met_odd,
     product,
+    refuse_scipy,
     shifted,
     tolerance,
 )
@@ -86,6 +89,7 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
         a, adjoint = a.summed(), a.summed().mT.conj()
         forward, backward = (lambda x: matmul(a, x)), (lambda y: matmul(adjoint, y))
         return _Products(forward, backward, a.shape[-2:], _precise(a), a.layout.dims[-1], a.grid)
+    refuse_scipy(a, name)
     if not isinstance(a, tuple) or len(a) != 2 or not all(map(callable, a)):
         raise LinAlgError(
             f"{name} takes a matrix, or a stack of them, or two functions (of x and of y: A x, Aᴴ y), not "
@@ -198,6 +202,8 @@ def eigsh(
     LinAlgError
         If they do not converge in `maxiter` restarts, or `sigma` is an eigenvalue but for rounding.
     """
+    if not isinstance(A, DistArray):
+        applied(A, "eigsh")
     if not isinstance(A, DistArray) and (not isinstance(v0, DistArray) or v0.ndim != 1):
         raise ValueError("eigsh of a function takes a DistArray v0 [n], where to begin: it says n and how vectors lie")
     if not isinstance(which, str) or which not in WHICH:
@@ -216,18 +222,40 @@ def eigsh(
             return _one_by_one(one, [A], [("values", (k,))], dtype)[0]
         shapes = [("values", (k,)), ("m", (n, k))]
         return EighResult(*_one_by_one(lambda a: eigsh(a, k, **options), [A], shapes, dtype))
-    if v0 is None:
-        v0 = _start(A, n)  # type: ignore[arg-type]
+    given = {"A": A, "v0": v0}
+    start = _start(A, n) if v0 is None else v0.summed()  # type: ignore[arg-type]
+    return _lanczos(
+        "eigsh", given, times, k, start.astype(dtype), ncv, maxiter, tol, which=which, sigma=sigma,
+        vectors=return_eigenvectors,
+    )  # fmt: skip
+
+
+def _lanczos(
+    name: str, given: dict[str, Any], times: Apply, k: int, v: DistArray, ncv: Any, maxiter: Any, tol: float, *,
+    which: str = "LM", sigma: float | None = None, vectors: bool = True,
+) -> Any:  # fmt: skip
+    """Return what `eigsh` does of the products of a matrix, and raise the errors of a function of this name.
+
+    Parameters
+    ----------
+    given : dict
+        The function's arguments by their names, of which NaNs and infinities are reported.
+    v : DistArray [n]
+        The vector to begin with, of the dtype in which it computes.
+    vectors : bool
+        Eigenvectors are returned too.
+    """
+    n, dtype, A = v.shape[0], v.dtype, given["A"]
     inverse = None if sigma is None else _ShiftInvert(A, sigma, dtype)
-    v = v0.summed().astype(dtype)
-    vectors = Vectors(v)
-    held = min(n, max(2 * k + 1, 20)) if ncv is None else whole(f"eigsh: of k = {k} ncv", ncv, k + 1, n)
-    (size,), (power,) = vectors.measured(v)
-    if not size and vectors.grid.backend.values:
-        raise ValueError("eigsh: v0 is zero; it says where to begin")
-    space = _KrylovSpace(times if inverse is None else inverse.solve, shifted(v, power), size, held)
+    held = min(n, max(2 * k + 1, 20)) if ncv is None else whole(f"{name}: of k = {k} ncv", ncv, k + 1, n)
+    (size,), (power,) = Vectors(v).measured(v)
+    if not np.isfinite(size):
+        raise met_odd(name, **given)
+    if not size and v.grid.backend.values:
+        raise ValueError(f"{name}: v0 is zero; it says where to begin")
+    space = _KrylovSpace(times if inverse is None else inverse.solve, shifted(v, power), size, held, name, given)
     eps, assumed = float(np.finfo(dtype).eps), assumed_steps(v)
-    maxiter = 10 * n if maxiter is None else whole("eigsh: maxiter", maxiter, 1)
+    maxiter = 10 * n if maxiter is None else whole(f"{name}: maxiter", maxiter, 1)
     turns = maxiter if assumed is None else min(maxiter, assumed)
     for turn in range(turns):
         space.expand()
@@ -243,15 +271,16 @@ def eigsh(
             found = np.ldexp(values[wanted], -power) if inverse is None else inverse.eigenvalues(values[wanted], power)
             rising = np.argsort(found)
             w = _values(found[rising], v)
-            if not return_eigenvectors and inverse is None:
+            if not vectors and inverse is None:
                 return w
             x = _assembled(space.basis, s[:, wanted[rising]], v)
             if inverse is not None:
                 _check_pairs(A, w, x, sigma, max(eps**0.5, tol))  # type: ignore[arg-type]
-            return EighResult(w, x) if return_eigenvectors else w
+            return EighResult(w, x) if vectors else w
         space.restart(values, s, order[: min(held - 1, k + max(1, (held - k) // 2))])
     done = int((bounds[wanted] <= enough[wanted]).sum())
-    raise LinAlgError(f"eigsh: {done} of {k} eigenvalues converged in {maxiter} restarts; raise maxiter or ncv")
+    what = "eigenvalues" if name == "eigsh" else "singular values"
+    raise LinAlgError(f"{name}: {done} of {k} {what} converged in {maxiter} restarts; raise maxiter or ncv")
 
 
 class _KrylovSpace:
@@ -265,6 +294,8 @@ class _KrylovSpace:
         The first vector, of length `size`.
     held : int
         The vectors of a basis.
+    name, given
+        Of errors, as `_lanczos` has them.
 
     Attributes
     ----------
@@ -275,9 +306,11 @@ class _KrylovSpace:
         The largest element of T.
     """
 
-    def __init__(self, times: Apply, v: DistArray, size: Any, held: int) -> None:
-        vectors, self.v, self.n, self.held = Vectors(v), v, v.shape[0], held
-        self.times = Scaled(lambda x: product(times(x), v.shape, v, v.layout, v.dtype, "eigsh: A x"), vectors)
+    def __init__(
+        self, times: Apply, v: DistArray, size: Any, held: int, name: str, given: dict[str, Any]
+    ) -> None:  # fmt: skip
+        vectors, self.v, self.n, self.held, self.name, self.given = Vectors(v), v, v.shape[0], held, name, given
+        self.times = Scaled(lambda x: product(times(x), v.shape, v, v.layout, v.dtype, f"{name}: A x"), vectors)
         self.basis, self.t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
         self.basis.append(v, size)
         self.draws, self.last, self.scale = default_rng(0), 0.0, 1.0
@@ -293,7 +326,7 @@ class _KrylovSpace:
                 w, h, self.last = basis.orthogonalized(self.times(basis[0]))
             t[: j + 1, j], t[j, : j + 1] = h, h.conj()
             if not np.isfinite([*h, self.last]).all():
-                raise LinAlgError("eigsh met NaNs or infinities")
+                raise met_odd(self.name, **self.given)
             self.scale = max(float(np.abs(t[: j + 1, : j + 1]).max()), tiny)
             if j + 1 == self.n:  # there is no further vector
                 self.last = 0.0
@@ -328,6 +361,8 @@ class _ShiftInvert:
         if not isinstance(a, DistArray):
             raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
         a, n = a.astype(dtype, copy=False), a.shape[0]
+        if worst(a.grid, [not kernels.finite(a.block)])[0]:
+            raise met_odd("eigsh", A=a)
         self.unit = _unit(a, abs(sigma))
         a = a if self.unit == 1 else a * self.unit
         self.shift = sigma * float(self.unit)
@@ -419,7 +454,7 @@ def svds(
         raise ValueError(f"svds: return_singular_vectors is True, False, 'u' or 'vh', not {wanted!r}")
     products = _products(A, "svds", v0, "v0")
     m, n = products.shape
-    k = _count(k, n, "svds", min(m, n) - 1)
+    k, error = _count(k, n, "svds", min(m, n) - 1), tolerance("svds: tol", tol)
     v0 = None if v0 is None else _begin(v0, n, products.grid, "svds")
     every = {"U": ("m", (m, k)), "S": ("values", (k,)), "Vh": ("n", (k, n))}
     names = ["S"] if not wanted else ["U", "S"] if wanted == "u" else ["S", "Vh"] if wanted == "vh" else list(every)
@@ -427,7 +462,8 @@ def svds(
     def one(a: DistArray | None) -> list[DistArray]:
         of = products if a is None else _products(a, "svds", v0, "v0")
         start = v0 if a is None or v0 is not None else _start(a if m < n else a.mT, min(m, n))
-        found = _svds(of, start, k, names, ncv=ncv, maxiter=maxiter, tol=tol)  # type: ignore[arg-type]
+        given = {"A": A if a is None else a, "v0": v0}
+        found = _svds(of, start, k, names, given, ncv, maxiter, error)  # type: ignore[arg-type]
         return [found[name] for name in names]
 
     if lead_of(A):
@@ -438,8 +474,13 @@ def svds(
     return SVDResult(found.get("U"), found["S"], found.get("Vh")) if wanted else found["S"]  # type: ignore[arg-type]
 
 
-def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **options: Any) -> dict[str, DistArray]:
-    """Return the named results of `svds` for one matrix, beginning with a vector of its longer or shorter side."""
+def _svds(
+    of: _Products, start: DistArray, k: int, names: Sequence[str], given: dict[str, Any], *options: Any
+) -> dict[str, DistArray]:  # fmt: skip
+    """Return the named results of `svds` for one matrix, beginning with a vector of its longer or shorter side.
+
+    `given` and `options` are those of `_lanczos`.
+    """
     forward, backward, (m, n), dtype, *_ = of
     start = start.astype(dtype, copy=False)
     start = _near_one(start)
@@ -448,14 +489,15 @@ def _svds(of: _Products, start: DistArray, k: int, names: Sequence[str], **optio
         other = {"U": "Vh", "S": "S", "Vh": "U"}
         turned = _svds(
             of._replace(forward=backward, backward=forward, shape=(n, m)), start, k, [other[name] for name in names],
-            **options,
+            given, *options,
         )  # fmt: skip
         return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
-    image = forward(start[:, None])
-    times, adjoint = Scaled(forward, Vectors(image[:, 0])), Scaled(backward, Vectors(start))
-    times.fit_image(start[:, None], image)
-    adjoint.exponents = times.exponents
-    _, v = eigsh(lambda x: adjoint(times(x[:, None]))[:, 0], k, v0=start, **options)
+    image = forward(start[:, None])[:, 0]
+    one = Scaled(lambda x: forward(x[:, None])[:, 0].redistribute(image.layout), Vectors(image))
+    one.fit_image(start, image)
+    times, adjoint = Scaled(forward, Vectors(image)), Scaled(backward, Vectors(start))
+    times.exponents = adjoint.exponents = one.exponents
+    _, v = _lanczos("svds", given, lambda x: adjoint(times(x[:, None]))[:, 0], k, start, *options)
     if names == ["S"]:
         return {"S": shifted(svdvals(times(v)), -times.exponents)}
     u, s, turn = svd(times(v), full_matrices=False)
@@ -490,17 +532,24 @@ def range_finder(
 
     Takes 2 + 2 `n_iter` products of A with `size` columns (Halko, Martinsson and Tropp 2011, algorithm 4.4).
     """
-    return _range(_products(A, "range_finder", like, "like"), size, n_iter, seed)
+    return _range("range_finder", A, _products(A, "range_finder", like, "like"), size, n_iter, seed)
 
 
-def _range(of: _Products, size: int, n_iter: int, seed: int) -> DistArray:
-    """Return what `range_finder` does for the products of a matrix."""
+def _range(name: str, a: Any, of: _Products, size: int, n_iter: int, seed: int) -> DistArray:
+    """Return what `range_finder` does for the products of a matrix, and raise the errors of a function of this name."""
     m, n = of.shape
-    size, n_iter = _count(size, n, "range_finder", min(m, n), "size"), whole("range_finder: n_iter", n_iter, 0)
+    size, n_iter = _count(size, n, name, min(m, n), "size"), whole(f"{name}: n_iter", n_iter, 0)
     y = default_rng(seed).normal(size=(n, size), grid=of.grid, layout=Layout(of.rows, None))
-    q = qr(of.forward(y.astype(of.dtype))).Q
+
+    def orthonormal(y: DistArray) -> DistArray:
+        try:
+            return qr(y).Q
+        except ValueError:  # NaNs or infinities
+            raise met_odd(name, A=a) from None
+
+    q = orthonormal(of.forward(y.astype(of.dtype)))
     for _ in range(n_iter):
-        q = qr(of.forward(qr(of.backward(q)).Q)).Q
+        q = orthonormal(of.forward(orthonormal(of.backward(q))))
     return q
 
 
@@ -518,7 +567,7 @@ def svd_lowrank(
     of = _products(A, "svd_lowrank", like, "like")
     least = min(of.shape)
     k, oversamples = _count(k, of.shape[1], "svd_lowrank", least), whole("svd_lowrank: oversamples", oversamples, 0)
-    q = _range(of, min(least, k + oversamples), n_iter, seed)
+    q = _range("svd_lowrank", A, of, min(least, k + oversamples), n_iter, seed)
     inner = matmul(q.mT.conj(), A) if isinstance(A, DistArray) else of.backward(q).mT.conj()
     u, s, vh = svd(inner, full_matrices=False)
     return SVDResult(matmul(q, u[..., :k]), s[..., :k], vh[..., :k, :])
@@ -575,7 +624,8 @@ def lobpcg(
     s, a_s, b_s, both = pencil.start()
     with np.errstate(over="ignore"):
         limit = float(np.ldexp(limit, pencil.residual_power))
-    w, c, _ = _rayleigh_ritz(both, k, dtype, largest, assumed)
+    arguments = {"A": A, "X": X, "B": B, "M": M}
+    w, c, _ = _rayleigh_ritz(both, k, dtype, largest, assumed, arguments)
     x, ax, bx = (each @ back(c) for each in (s, a_s, b_s))
     p = ap = bp = x[:, :0]
     for turn in range(maxiter):
@@ -588,7 +638,7 @@ def lobpcg(
             xp.concatenate(each, axis=1)
             for each in ((x, r, p), (ax, pencil.times("A", r), ap), (bx, pencil.times("B", r), bp))
         )
-        w, c, more = _rayleigh_ritz(pencil.products(s, a_s, b_s), k, dtype, largest, assumed)
+        w, c, more = _rayleigh_ritz(pencil.products(s, a_s, b_s), k, dtype, largest, assumed, arguments)
         x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, more) for each in (s, a_s, b_s))
         if turn % AGAIN == AGAIN - 1:  # what was combined is computed, before its errors have values of their own
             s = xp.concatenate([x, p], axis=1)
@@ -692,7 +742,7 @@ class _Pencil:
 
 
 def _rayleigh_ritz(
-    both: np.ndarray, k: int, dtype: np.dtype[Any], largest: bool, assumed: int | None
+    both: np.ndarray, k: int, dtype: np.dtype[Any], largest: bool, assumed: int | None, given: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Return k Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these.
 
@@ -700,12 +750,14 @@ def _rayleigh_ritz(
     ----------
     both : array [2, width, width]
         Sᴴ A S and Sᴴ B S, of which the first k columns of S are vectors so far.
+    given : dict
+        The arguments of `lobpcg`, of which NaNs and infinities are reported.
     """
     width, eps = both.shape[-1], float(np.finfo(dtype).eps)
     if assumed is not None:
         return np.ones(k), np.ones((width, k), dtype), np.ones((width, k), dtype)
     if not np.isfinite(both).all():
-        raise LinAlgError("lobpcg met NaNs or infinities")
+        raise met_odd("lobpcg", **given)
     t, g = (part + part.conj().T for part in both / 2)
     inner, beside, sizes = g[:k, :k], g[:k, k:], np.diag(g).real
     first = _orthonormal(inner, sizes[:k], 10 * width * eps)

@@ -173,9 +173,15 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
         if not (kernels.finite(a.block) and kernels.finite(b.block)):
             problem = "odd"
         else:
+            (matrix, unit), (sides, other) = (kernels.in_range(each.block[None]) for each in (a, b))
             try:
                 with kernels.raising(a.block):
-                    x, _, rank, s = kernels.routines(a.block).lstsq(a.block, b.block, rcond=limit)
+                    x, _, rank, s = kernels.routines(a.block).lstsq(matrix[0], sides[0], rcond=limit)
+                if unit != 1 or other != 1:
+                    with np.errstate(over="ignore"):
+                        s = s / kernels.beside(unit, s)
+                        for half in kernels.halves(unit, other):
+                            x = x * kernels.beside(half, x)
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
     told = grid.world.share((problem, int(rank)), others="alike")
@@ -203,7 +209,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         refuse_odd(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
     least, most, side = factor.extremes(b) if k else (0.0, 0.0, 1.0)
-    unit = kernels.unit(most or float(abs(a).max()) if k else 1.0, a.dtype)  # where R overflows `most` is 0
+    unit = kernels.unit(most or _largest(a) if k else 1.0, a.dtype)  # where R overflows `most` is 0
     other = kernels.unit(side, b.dtype)
     parts: Pseudoinverse = ()
     if unit != 1 or other != 1:
@@ -237,6 +243,11 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         left = factor.turned(u)
         parts = ("svd", vh.mT.conj(), values, left.mT.conj(), 1.0) if wide else ("svd", left, values, vh, 1.0)
     return (x, counted(kept.sum(), k), s), parts
+
+
+def _largest(a: DistArray) -> float:
+    """Return the size of the largest element, of complex ones of the largest part: their sizes may be out of range."""
+    return max(float(abs(part).max()) for part in ((a.real, a.imag) if a.dtype.kind == "c" else (a,)))
 
 
 def _maybe_full(grid: Grid, least: float, most: float, limit: float) -> bool:

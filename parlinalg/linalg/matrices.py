@@ -180,6 +180,17 @@ def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name
     return scale
 
 
+def _first_wrong(local: Callable[..., Any], blocks: Sequence[Any], corner: Sequence[int], error: Exception) -> str:
+    """Return the error of the first matrix of this rank's stacks for which a function fails, and the matrix's index."""
+    for at in np.ndindex(*blocks[0].shape[: len(corner)]):
+        try:
+            with np.errstate(all="ignore"), kernels.raising(blocks[0]):
+                local(*(block[tuple(slice(i, i + 1) for i in at)] for block in blocks))
+        except LinAlgError as alone:
+            return f"matrix {tuple(i + c for i, c in zip(at, corner, strict=True))}: {alone}" if at else str(alone)
+    return str(error)
+
+
 def batches(
     name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0,
     lower: bool = False, check: bool = True,
@@ -196,7 +207,12 @@ def batches(
     grid, count = arrays[0].grid, math.prod(stacks)
     rest = arrays[like].layout.with_partial(())
     if count < grid.size and count:
-        found = [one(*(a[at] for a in arrays)) for at in np.ndindex(*stacks)]
+        found = []
+        for at in np.ndindex(*stacks):
+            try:
+                found.append(one(*(a[at] for a in arrays)))
+            except LinAlgError as error:
+                raise LinAlgError(f"matrix {at}: {error}" if at else str(error)) from None
         parts = list(zip(*(f if isinstance(f, tuple) else (f,) for f in found), strict=True))
         whole = [reshape(stack(list(part)), (*stacks, *part[0].shape)) for part in parts]
         return tuple(x.redistribute(Layout(*rest.dims[: x.ndim])) for x in whole)
@@ -217,7 +233,8 @@ def batches(
         with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
             results = local(arrays[0].xp, *blocks) if not problem else ()
     except LinAlgError as error:
-        problem = f"{name}: {error}"
+        corner = [r.start for r in grid.block(cut, stacks)]
+        problem = f"{name}: {_first_wrong(lambda *one: local(arrays[0].xp, *one), blocks, corner, error)}"
     blocks = list(results) if isinstance(results, tuple) else [results]
     told = grid.world.share(problem, others="alike")
     refuse_odd(ODD in told, name)

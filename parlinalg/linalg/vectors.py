@@ -17,7 +17,8 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.matrices import LinAlgError, real_number
+from parlinalg.linalg.matrices import ODD, LinAlgError, real_number
+from parlinalg.linalg.tiles import worst
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 from parlinalg.matmul.execute import execute
@@ -226,7 +227,7 @@ class Scaled:
         if doubt.any():
             lift = np.where(size == 0, 1, -1) * (np.finfo(x.dtype).maxexp // 2) * doubt
             (found,), (power,) = self._vectors.measured(self(shifted(x, lift)))
-            exponents = np.where(doubt & (found > 0), _exponent(found) - power - lift, exponents)
+            exponents = np.where(doubt & (found > 0) & np.isfinite(found), _exponent(found) - power - lift, exponents)
         change = kernels.shifts(exponents, x.dtype, squares=True)
         self.exponents = self.exponents + change
         return bool(change.any())
@@ -337,9 +338,28 @@ def applied(a: Any, name: str, n: int | None = None, square: bool = True, stacks
             wanted = "a square matrix" if n is None else f"a matrix of shape ({n}, {n})"
             raise LinAlgError(f"{name} takes {wanted if square else f'a matrix of {n} columns'}, not {a.shape}")
         return Product(a.summed())
+    refuse_scipy(a, name)
     if not callable(a):
         raise TypeError(f"{name} takes a DistArray or a function of DistArrays for a matrix, not {type(a).__name__}")
     return a
+
+
+def refuse_scipy(a: Any, name: str) -> None:
+    """Raise TypeError of SciPy's operators and sparse matrices, which are callable or not: they take NumPy's arrays."""
+    if any(kind.__module__.startswith(("scipy.sparse", "cupyx.scipy.sparse")) for kind in type(a).__mro__):
+        dense = "distribute it by parlinalg.asarray(A.toarray()), or " if hasattr(a, "toarray") else ""
+        raise TypeError(
+            f"{name} takes DistArrays and functions of DistArrays for matrices, not SciPy's {type(a).__name__}, which "
+            f"multiplies arrays of NumPy; {dense}write what multiplies DistArrays"
+        )
+
+
+def met_odd(name: str, when: str = "", /, **arguments: Any) -> LinAlgError:
+    """Return the error of a method that met NaNs or infinities, and name the argument that has them.  Collective."""
+    for argument, value in arguments.items():
+        if isinstance(value, DistArray) and worst(value.grid, [not kernels.finite(value.block)])[0]:
+            return LinAlgError(f"{name} takes finite numbers; {argument} has {ODD}")
+    return LinAlgError(f"{name} met {ODD}{when}")
 
 
 def converted(y: DistArray, dtype: np.dtype[Any], what: str) -> DistArray:

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import scipy.sparse
 import scipy.sparse.linalg
 
 import parlinalg as pla
@@ -131,6 +132,69 @@ def test_minres_without_a_solution(grid):
     close(path @ x.gather()[:, 1], both[:, 1], 1e-8)
     assert minres(placed(grid, path, 1), placed(grid, path @ b, 2), rtol=1e-10)[1] == 0
     assert minres(placed(grid, path, 1), placed(grid, both, 2), rtol=1e-10, maxiter=5)[1] == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+@pytest.mark.parametrize("options", [{}, {"pipelined": True}, {"M": 2.0}], ids=str)
+def test_only_what_is_solved_is_called_so(grid, dtype, options):
+    """Of A with A b = 0 but for rounding, recurrences tell that a very long x solves A x = b."""
+    for n in (3, 6):
+        laplacian = (n * np.eye(n) - np.ones((n, n))).astype(dtype)
+        other = (np.eye(n) * np.linspace(1, 3, n)).astype(dtype)
+        for v in (1.0, 0.7, 1 / np.sqrt(n), np.pi):
+            b = np.full(n, v, dtype)
+            A, B = placed(grid, laplacian, n), placed(grid, b, n)
+            for function in (cg, minres):
+                more = dict(options)
+                if "M" in more:
+                    more["M"] = placed(grid, np.eye(n, dtype=dtype) * more["M"], n)
+                if function is minres and "pipelined" in more:
+                    continue
+                for first in (None, placed(grid, np.arange(n).astype(dtype), n)):
+                    try:
+                        x, info = function(A, B, first, **more)
+                    except np.linalg.LinAlgError as error:
+                        assert function is cg
+                        assert "positive definite A" in str(error)  # noqa: PT017
+                    else:
+                        assert info != 0
+                        if function is minres:
+                            assert np.linalg.norm(b - laplacian @ x.gather()) <= 10 * n * np.linalg.norm(b)
+            many = placed(grid, np.stack([laplacian, other]), n)
+            x, info = minres(many, placed(grid, np.stack([b, b])[..., None], n), rtol=1e-4)
+            assert info != 0
+            close(x[1, :, 0], b / np.diag(other), 1e-3)
+
+
+def test_residuals_of_recurrences_that_drift(grid):
+    """Where recurrences have lost digits they begin anew, until the residual is what was asked for."""
+    n = 40
+    for size in (1e6, 1e9):
+        a = np.diag(np.geomspace(1 / size, 1, n))
+        b = a @ random(n, seed=4)
+        for function, more in ((cg, {}), (cg, {"pipelined": True}), (minres, {})):
+            for rtol in (1e-6, 1e-9):
+                x, info = function(placed(grid, a, 1), placed(grid, b, 1), rtol=rtol, maxiter=2000, **more)
+                left = np.linalg.norm(b - a @ x.gather()) / np.linalg.norm(b)
+                assert (left <= 1.1 * rtol) == (info == 0)
+
+
+def test_first_guesses_beside_which_nothing_is_left_of_the_right_hand_side(grid):
+    n = 5
+    a, b = np.diag(np.linspace(1, 2, n)), np.arange(1.0, n + 1)
+    A, B = placed(grid, a * 2.0**850, 1), placed(grid, b, 1)
+    for function in (cg, minres, gmres):
+        for first in (1.0, 1e-300, 0.0):
+            x, info = function(A, B, placed(grid, np.full(n, first), 1), rtol=1e-10)
+            assert info == 0
+            close(x * 2.0**850, b / np.diag(a), 1e-9)
+        one, small = placed(grid, a, 2), placed(grid, b / np.diag(a) * 1e-70, 1)
+        x, info = function(one, B * 1e-290, placed(grid, np.full(n, 1e300), 1), rtol=1e-10)
+        assert info == 0
+        close(x * 1e290, b / np.diag(a), 1e-9)
+        x, info = function(one, B * 1e-70, small, rtol=1e-10, maxiter=0)
+        assert info == 0
+        close(x, small.gather(), 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -604,6 +668,21 @@ def test_shifts_of_eigsh(grid):
         eigsh(placed(grid, np.diag(np.arange(20.0)), 1), 2, sigma=3.0)
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (6, 17), (17, 6)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_singular_values_of_small_matrices(grid, shape, dtype):
+    """Products may lie in layouts of their own, cut by axes that do not cut vectors."""
+    least = min(shape)
+    for k in {1, least - 1}:
+        for values in (np.arange(1.0, least + 1), np.ones(least), np.r_[np.ones(k), np.zeros(least - k)]):
+            u, v = (np.linalg.qr(random(n, least, dtype=dtype, seed=n))[0] for n in shape)
+            a = (u * values.astype(u.real.dtype)) @ v.conj().T
+            every = layouts(grid.axes, 2)
+            for layout in every[:: max(1, len(every) // 3)]:
+                s = svds(pla.distribute(a, grid, layout), k, return_singular_vectors=False)
+                close(s, np.sort(values)[::-1][:k], 1e3 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("shape", [(50, 31), (31, 50)], ids=str)
 def test_a_few_singular_values(grid, shape):
     u, _, vh = np.linalg.svd(random(*shape, seed=6), full_matrices=False)
@@ -808,6 +887,76 @@ def test_zeros_solve_systems_of_zeros(grid):
         close(x, np.linalg.solve(a, b), 1e-8)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_errors_name_the_function_and_the_argument_with_nans(grid, value):
+    n = 9
+    good, b, x = definite(n)[0], random(n, seed=2), random(n, 2, seed=3)
+    tall, wide = random(n, 6, seed=4), random(6, n, seed=4)
+
+    def spoiled(values):
+        values = values.copy()
+        values[(1,) * values.ndim] = value
+        return placed(grid, values, 1)
+
+    A, B, X, T = (placed(grid, each, 1) for each in (good, b, x, tall))
+    bad, odd = spoiled(good), lambda v: v * value
+    calls = [
+        *((lambda f=f: f(bad, B), f.__name__, "A") for f in (cg, minres, gmres, lsqr)),
+        *((lambda f=f: f(A, B, M=bad), f.__name__, "M") for f in (cg, minres, gmres)),
+        *((lambda f=f: f(A, B, x0=spoiled(b)), f.__name__, "x0") for f in (cg, minres, gmres, lsqr)),
+        (lambda: cg(bad, B, pipelined=True), "cg", "A"),
+        (lambda: eigsh(bad, 2), "eigsh", "A"),
+        (lambda: eigsh(bad, 2, sigma=0.3), "eigsh", "A"),
+        (lambda: eigsh(pla.stack([A, bad]), 2), "eigsh", "A"),
+        (lambda: eigsh(A, 2, v0=spoiled(b)), "eigsh", "v0"),
+        *((lambda m=m: svds(spoiled(m), 2), "svds", "A") for m in (tall, wide)),
+        (lambda: svds(A, 2, v0=spoiled(b)), "svds", "v0"),
+        (lambda: range_finder(spoiled(tall), 2), "range_finder", "A"),
+        *((lambda m=m: svd_lowrank(spoiled(m), 2), "svd_lowrank", "A") for m in (tall, wide)),
+        (lambda: svd_lowrank(pla.stack([T, spoiled(tall)]), 2), "svd_lowrank", "A"),
+        (lambda: lobpcg(bad, X), "lobpcg", "A"),
+        (lambda: lobpcg(A, spoiled(x)), "lobpcg", "X"),
+        (lambda: lobpcg(A, X, bad), "lobpcg", "B"),
+        (lambda: lobpcg(A, X, M=bad), "lobpcg", "M"),
+    ]
+    for call, name, argument in calls:
+        with pytest.raises(ValueError, match=f"^{name} takes finite numbers; {argument} has NaNs or infinities"):
+            call()
+    for call, name in (
+        *((lambda f=f: f(odd, B), f.__name__) for f in (cg, minres, gmres)),
+        (lambda: lsqr((odd, odd), B), "lsqr"),
+        (lambda: eigsh(odd, 2, v0=B), "eigsh"),
+        (lambda: svds((odd, odd), 2, v0=B), "svds"),
+        (lambda: svd_lowrank((odd, odd), 2, like=B), "svd_lowrank"),
+        (lambda: lobpcg(odd, X), "lobpcg"),
+    ):
+        with pytest.raises(np.linalg.LinAlgError, match=f"^{name} met NaNs or infinities"):
+            call()
+
+
+def test_scipys_operators_and_sparse_matrices_are_refused(grid):
+    values = definite(6)[0]
+    a, b = placed(grid, values, 1), placed(grid, random(6), 1)
+    for kind, other in (
+        ("csr_array", scipy.sparse.csr_array(values)),
+        ("coo_matrix", scipy.sparse.coo_matrix(values)),
+        ("MatrixLinearOperator", scipy.sparse.linalg.aslinearoperator(values)),
+    ):
+        for call, name in (
+            *((lambda f=f: f(other, b), f.__name__) for f in (cg, minres, gmres, lsqr)),
+            (lambda: cg(a, b, M=other), "cg's M"),
+            (lambda: eigsh(other, 2, v0=b), "eigsh"),
+            (lambda: svds(other, 2), "svds"),
+            (lambda: svd_lowrank(other, 2), "svd_lowrank"),
+            (lambda: range_finder(other, 2), "range_finder"),
+            (lambda: lobpcg(a, b[:, None], other), "lobpcg's B"),
+        ):
+            text = f"^{name} takes DistArrays and functions of DistArrays for matrices, not SciPy's {kind}, which"
+            with pytest.raises(TypeError, match=text) as error:
+                call()
+            assert ("parlinalg.asarray(A.toarray())" in str(error.value)) == (kind != "MatrixLinearOperator")
+
+
 def test_wrong_use(grid):
     a, b = placed(grid, definite(6)[0], 1), placed(grid, random(6), 1)
     own = np.ones(6)  # SciPy's kind of vector
@@ -872,7 +1021,11 @@ def test_wrong_use(grid):
         (lambda: eigsh(a, 2, ncv=5.0), ValueError, "ncv is a whole number from 3 to 6, not 5.0"),
         (lambda: eigsh(a, 2, maxiter=0), ValueError, "maxiter is a whole number of at least 1, not 0"),
         (lambda: eigsh(a, 2, sigma=1j), TypeError, "sigma is a real number, as the eigenvalues of Hermitian matrices"),
-        (lambda: svds(a, 2, maxiter=2.5), ValueError, "maxiter is a whole number of at least 1, not 2.5"),
+        (lambda: svds(a, 2, maxiter=2.5), ValueError, "svds: maxiter is a whole number of at least 1, not 2.5"),
+        (lambda: svds(a, 2, ncv=2), ValueError, "svds: of k = 2 ncv is a whole number from 3 to 6, not 2"),
+        (lambda: svds(a, 2, tol=-1), ValueError, "svds: tol is a number of at least 0, not -1"),
+        (lambda: svds(a, 2, v0=b * 0), ValueError, "svds: v0 is zero"),
+        (lambda: svds(a, 2, ncv=3, maxiter=1), np.linalg.LinAlgError, "svds: . of 2 singular values converged in 1 "),
         (lambda: svds(a, 2, return_singular_vectors="v"), ValueError, "is True, False, 'u' or 'vh', not 'v'"),
         (lambda: svd_lowrank(a, 2, n_iter=1.0), ValueError, "n_iter is a whole number of at least 0, not 1.0"),
         (lambda: svd_lowrank(a, 2, oversamples=True), ValueError, "oversamples is a whole number of at least 0"),

@@ -212,6 +212,27 @@ def test_a_factor_serves_many_solutions(grid, dtype):
         linalg.qr_factor(pla.distribute(dependent.T, grid, Layout(None, None))).solve(pla.ones(3, grid))
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("shape", [(9, 4), (4, 9), (40, 3), (6, 5, 3), (2, 3, 5)], ids=str)
+def test_complex_numbers_whose_sizes_are_out_of_range(grid, dtype, shape):
+    """Their parts are in range."""
+    rng = np.random.default_rng(8)
+    large = np.finfo(dtype).max / 1.1
+    a, b = random(shape, dtype, rng), random((*shape[:-1], 2), dtype, rng)
+    a, b = (each / max(abs(each.real).max(), abs(each.imag).max()) for each in (a, b))
+    a[..., 0, 0] = b[..., 0, 0] = 1 + 1j
+    for low in (False, True):
+        if low:
+            a[..., -1, :] = a[..., 0, :]
+            a[..., :, -1] = a[..., :, 0]
+        pairs = zip(a.reshape(-1, *shape[-2:]), b.reshape(-1, shape[-2], 2), strict=True)
+        want = np.array([np.linalg.lstsq(p, q, 1000 * eps(dtype))[0] for p, q in pairs])
+        want = want.reshape(*shape[:-2], *want.shape[1:])
+        for of_a, of_b in ((8, large), (large, 1), (large, large)):
+            x = linalg.lstsq(placed(grid, a * of_a, rng), placed(grid, b * of_b, rng), 1000 * eps(dtype)).x
+            same(x.astype("complex128") * (of_a / of_b), want.astype("complex128"), 2000 * eps(dtype))
+
+
 @pytest.mark.parametrize("refine", [False, True])
 def test_wrong_use(grid, refine):
     a = np.eye(9, 4)

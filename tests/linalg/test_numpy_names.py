@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from inspect import isfunction
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.array import namespace
-from parlinalg.linalg import factors
+from parlinalg.linalg import factors, kernels
 from tests.cases import grids, layouts, same, terms
 
 pytestmark = pytest.mark.one_in(8)
@@ -321,6 +322,46 @@ def test_stacks_of_triangles(grid, lower, adjoint, unit):
             a[-1, i, i] = 0
             with pytest.raises(np.linalg.LinAlgError, match=r"[Ss]ingular"):
                 linalg.solve_triangular(placed(grid, a, 1), placed(grid, b, 2), lower=lower, adjoint=adjoint)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_stacks_of_triangles_are_solved_by_substitution(grid, dtype, monkeypatch):
+    """Residuals are those of substitution in every element, with triangles of which pivots would lose digits."""
+    monkeypatch.setattr(kernels, "TOGETHER", 3)
+    rng = np.random.default_rng(3)
+    eps = np.finfo(dtype).eps
+    for count, n, sides in ((40, 5, 1), (7, 30, 3), (20, 1, 2), (7, 9, 40), (9, 40, 40), (13, 0, 2), (7, 3, 0)):
+        for lower in (False, True):
+            for adjoint in (False, True):
+                t = random(count, n, n) + (1j * random(count, n, n) if np.dtype(dtype).kind == "c" else 0)
+                t = t * 10.0 ** rng.integers(-6, 6, (count, n, 1)) * 10.0 ** rng.integers(-2, 2, (count, 1, n))
+                t = (np.tril if lower else np.triu)(t).astype(dtype)
+                b = random(count, n, sides).astype(dtype)
+                given = {"lower": lower, "adjoint": adjoint}
+                x = (
+                    linalg.solve_triangular(placed(grid, t, 1), placed(grid, b, 2), **given)
+                    .gather()
+                    .astype("complex128")
+                )
+                op = t.swapaxes(-1, -2).conj() if adjoint else t
+                left = abs(op.astype("complex128") @ x - b)
+                with np.errstate(invalid="ignore"):
+                    assert not (left > 4 * (n + 1) * eps * (abs(op) @ abs(x) + abs(b))).any()
+
+
+def test_singular_matrices_of_stacks_are_named(grid):
+    for lead in ((13,), (2, 7), (1,), (2,)):
+        for n in (4, 40):
+            a = np.broadcast_to(np.eye(n), (*lead, n, n)).copy()
+            last = tuple(i - 1 for i in lead)
+            a[(*last, 2, 2)] = 0
+            A, b = placed(grid, a, 1), placed(grid, np.ones((*lead, n, 2)), 2)
+            at = re.escape(str(last))
+            with pytest.raises(np.linalg.LinAlgError, match=rf"matrix {at}: the matrix is singular: element \[2, 2\]"):
+                linalg.solve_triangular(A, b)
+            for call in (lambda A=A, b=b: linalg.solve(A, b), lambda A=A: linalg.inv(A)):
+                with pytest.raises(np.linalg.LinAlgError, match=rf"matrix {at}: .*[Ss]ingular"):
+                    call()
 
 
 def test_only_lower_triangles_of_stacks_are_factored(grid):
