@@ -220,6 +220,46 @@ def simulate(
     return Simulation(schedule, costs, tuple(s for each in spans for s in each), max(ends), graph.held)
 
 
+class Moment(NamedTuple):
+    """A computation of a pipeline rank, and what the rank holds meanwhile, that of this computation too.
+
+    Attributes
+    ----------
+    chunk : int
+        The number of the chunk, of those of the rank, that computes.
+    op : Op
+        FORWARD, BACKWARD (also its input part) or BACKWARD_WEIGHT.
+    held : tuple of int
+        By chunk, of how many microbatches activations are held from the forward pass to the backward pass.
+    pending : tuple of int
+        By chunk, of how many the gradients of weights have not been computed yet, as those of inputs have.
+    """
+
+    chunk: int
+    op: Op
+    held: tuple[int, ...]
+    pending: tuple[int, ...]
+
+    def nbytes(self, kept: Sequence[float], pending: Sequence[float]) -> float:
+        """Return the bytes of what is held, by those that one microbatch has in each chunk."""
+        both = zip((*self.held, *self.pending), (*kept, *pending), strict=True)
+        return sum(n * nbytes for n, nbytes in both if n)
+
+    def within(self, other: Moment) -> bool:
+        """Return True if at another moment of the same kind as much is held of every chunk, or more."""
+        both = zip((*self.held, *self.pending), (*other.held, *other.pending), strict=True)
+        return self[:2] == other[:2] and all(mine <= theirs for mine, theirs in both)
+
+
+def _fullest(moments: Iterable[tuple[int, Op, tuple[int, ...], tuple[int, ...]]]) -> tuple[Moment, ...]:
+    """Return the moments of a rank that are not within others."""
+    found: list[Moment] = []
+    for m in sorted((Moment(*each) for each in moments), key=lambda m: -sum(m.held) - sum(m.pending)):
+        if not any(map(m.within, found)):
+            found.append(m)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Dependencies:
     """The instructions of a schedule that take time, each after all that it waits for.
@@ -239,8 +279,8 @@ class Dependencies:
     ranks : list of int
         The rank of each.
     what : list of Instruction
-    held : tuple of int
-        By rank, the most chunks' activations held at once, as of `Simulation`.
+    moments : tuple of tuple of Moment
+        By rank, the computations in which it holds the most.
     """
 
     nodes: list[tuple[int, int, int, int]]
@@ -248,7 +288,7 @@ class Dependencies:
     edges: list[tuple[int, int]]
     ranks: list[int]
     what: list[Instruction]
-    held: tuple[int, ...]
+    moments: tuple[tuple[Moment, ...], ...]
 
     @classmethod
     def of(cls, schedule: Schedule) -> Dependencies:
@@ -265,7 +305,8 @@ class Dependencies:
         sent: dict[Message, tuple[int, int]] = {}
         waiting: dict[Message, int] = {}
         last, at = [0] * schedule.ranks, [0] * schedule.ranks
-        held, most = [0] * schedule.ranks, [0] * schedule.ranks
+        held, pending = ([[0] * len(chunks) for chunks in schedule.chunks] for _ in range(2))
+        moments: list[set[tuple[int, Op, tuple[int, ...], tuple[int, ...]]]] = [set() for _ in held]
         ready = deque(range(schedule.ranks))
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
@@ -301,14 +342,22 @@ class Dependencies:
                     apart = i.op in (Op.REDUCE_GRADIENTS, Op.STEP)
                     add(rank, i, (i.op, rank if apart else stages[i.chunk]), *(arrived or (0, 0)))
                     arrived = None
-                    if i.op is Op.FORWARD:
-                        held[rank] += 1
-                        most[rank] = max(most[rank], held[rank])
-                    elif i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                        held[rank] -= 1
+                    if i.op not in COMPUTE:
+                        continue
+                    now, later = held[rank], pending[rank]
+                    now[i.chunk] += i.op is Op.FORWARD
+                    kind = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op
+                    moments[rank].add((i.chunk, kind, tuple(now), tuple(later)))
+                    now[i.chunk] -= kind is Op.BACKWARD
+                    later[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)
         if waiting:
             raise ScheduleError(_deadlock(schedule, {r: schedule.orders[r][at[r]] for r in waiting.values()}))
-        return cls(nodes, list(kinds), list(edges), ranks, what, tuple(most))
+        return cls(nodes, list(kinds), list(edges), ranks, what, tuple(map(_fullest, moments)))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """By rank, the most chunks' activations held at once, as of `Simulation`."""
+        return tuple(max((sum(m.held) + sum(m.pending) for m in moments), default=0) for moments in self.moments)
 
     @cached_property
     def counts(self) -> list[int]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parlinalg.pipeline.run import AHEAD
-from parlinalg.pipeline.schedule import Schedule
-from parlinalg.pipeline.simulate import Costs
+from parlinalg.pipeline.schedule import Op, Schedule
+from parlinalg.pipeline.simulate import Costs, Moment
 from parlinalg.planning.candidates import Candidate, offload_sets
 from parlinalg.planning.parts import SPANS, Part, in_transit, offload_moves
 from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
@@ -29,6 +29,8 @@ class Floor(NamedTuple):
         As of `Part`.
     forward, backward : float
         Seconds of a pass.
+    pending, made : int
+        Of what is `Part.pending` all, and what the passes make new; 0 unless it was asked for.
     ties : tuple of Rest
         Bytes at rest of each parameter that several layers of the model hold: a rank with two of these has it once.
     """
@@ -40,6 +42,8 @@ class Floor(NamedTuple):
     largest: int
     forward: float
     backward: float
+    pending: int
+    made: int
     ties: tuple[Rest, ...]
 
 
@@ -121,25 +125,27 @@ class Bounds:
         Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
         does.  A rank waits for what comes and goes beside its passes.
         """
-        stages = self.floors(c)
-        own, flight, messages = [[0]], [1], 0
+        own, messages = [[0]], 0
+        moments: Sequence[Sequence[Moment]] = [[Moment(0, op, (1,), (0,)) for op in (Op.FORWARD, Op.BACKWARD)]]
         schedule, cuts = self._pipeline(c)
         if schedule is not None:
             own = [[k.stage for k in chunks] for chunks in schedule.chunks]
-            flight = list(dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).held)
+            moments = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).moments
             parts = self.model.layers_of_one_copy(c)
             messages = AHEAD * max(parts[b - 1].message for _, b in cuts)
+        stages = self.floors(c, deferring=any(any(m.pending) for of_rank in moments for m in of_rank))
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
             away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
             left = [self._left(c, stage.rest, kinds) for stage in stages]
             kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
+            pending = [stage.made if "activations" in kinds else stage.pending for stage in stages]
             buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, strict=True)]
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
             need = messages + max(
-                here + n * max(kept[s] for s in held) + max(buffers[s] for s in held)
-                for here, n, held in zip(rest, flight, own, strict=True)
+                here + _activations(of_rank, *([each[s] for s in held] for each in (kept, pending, buffers)))
+                for here, of_rank, held in zip(rest, moments, own, strict=True)
             )  # fmt: skip
             least = min(least, need)
             if need <= memory:
@@ -149,15 +155,19 @@ class Bounds:
                 break
         return seconds, int(least)
 
-    def floors(self, c: Candidate) -> list[Floor]:
+    def floors(self, c: Candidate, *, deferring: bool = False) -> list[Floor]:
         """Return what each stage takes at the least, by traces of the layers of one copy of the model.
+
+        With `deferring` what is pending while gradients of weights have not been computed is told, else it is 0.
 
         A stage keeps at least what its layers keep.  A part's `kept` is what its rules save and its output is, less the
         output.  A layer gets from those before it nothing but their output (weights are not counted, and positions are
         on the host), and what its operations make is new memory.  So two layers save nothing in common but an output
         between them: it is left out of the first one's bytes, and is among the second one's once, if that saves it.
         Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
-        Copies, and ZeRO's gathered weights, only add.
+        Copies, and ZeRO's gathered weights, only add.  Of what is pending of a layer what is passed between layers is
+        left out, which others may keep too: its output, and the gradient of its input.  If activations are offloaded,
+        what is kept from the forward pass on may not be back.
 
         This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of
         something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
@@ -166,7 +176,11 @@ class Bounds:
         way is chosen by words, so that one copy may take another one: there this is not shown.
         """
         model, share = self.model, self._sharing(c)
-        parts, every = model.layers_of_one_copy(c), model.on_one_rank(c.dtype, None, True)
+        parts = model.layers_of_one_copy(c, deferring=deferring)
+        every = model.on_one_rank(c.dtype, None, True)
+        passed = [0, *(part.message for part in parts)]
+        later = [max(0, part.pending - given - part.message) for given, part in zip(passed, parts, strict=False)]
+        made = [max(0, nbytes - part.kept) for nbytes, part in zip(later, parts, strict=True)]
         alone = model.alone(c.dtype)
         ratio = alone.gradients / max(1, alone.weights)
         found = []
@@ -183,6 +197,7 @@ class Bounds:
                     max(part.largest for part in every[a:b]) // share.weights,
                     sum(model.seconds(part, "forward", quick=True) for part in own),
                     sum(model.seconds(part, "backward", quick=True) for part in own),
+                    sum(later[a:b]), sum(made[a:b]),
                     tuple(_shared(tie, share) for tie in zip(*map(Part.tied_at_rest, every[a:b]), strict=True)),
                 )
             )  # fmt: skip
@@ -274,3 +289,20 @@ def _shared(layers: Sequence[tuple[int, int, int]], share: Rest) -> Rest:
 def _more_than_once(tied: Sequence[Sequence[int]]) -> int:
     """Return the bytes of tied parameters beyond those of one, by those in each stage of a rank."""
     return sum(sum(nbytes) - max(nbytes) for nbytes in zip(*tied, strict=True))
+
+
+def _activations(
+    moments: Sequence[Moment], kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int]
+) -> int:  # fmt: skip
+    """Return the bytes that a pipeline rank cannot be below beside what is at rest, by those of its chunks.
+
+    What a chunk needs while it computes may be needed in its forward passes or in its backward ones.
+    """
+    found = [max((int(m.nbytes(kept, pending)) for m in moments), default=0)]
+    for chunk, nbytes in enumerate(buffers):
+        passes = [
+            [m.nbytes(kept, pending) for m in moments if m[:2] == (chunk, op)] for op in (Op.FORWARD, Op.BACKWARD)
+        ]
+        if all(passes):  # a replica of Chimera's may get no microbatch
+            found.append(int(min(map(max, passes))) + nbytes)
+    return max(found)

@@ -11,8 +11,8 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +38,7 @@ from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim.flat import states_of
 from parlinalg.parallel.reducer import replaceable
 from parlinalg.pipeline.layer_costs import backward_of
+from parlinalg.pipeline.run import InFlight
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.planning.imagine import World, imagine
 from parlinalg.planning.machine import DISK_READ, DISK_WRITE, HOST_COPY
@@ -166,6 +167,9 @@ class Part:
     kept : int
         Bytes that a microbatch keeps from its forward to its backward pass: what is given too, if layers keep it, the
         output aside.
+    pending : int
+        Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
+        backward pass for the inputs to that for the weights.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
@@ -196,6 +200,7 @@ class Part:
     gradients: int
     states: int
     kept: int
+    pending: int
     peak: int
     output: Between | None
     message: int
@@ -269,7 +274,8 @@ class Part:
         """
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
-        weights, held, states, kept, transient = self.weights, self.gradients, self.states, self.kept, self.transient
+        weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
+        kept, pending = self.kept, self.pending
         terms = held if self.settled else 0
         transient += in_transit(places, weights, terms, states, self.away, self.block, self.largest)
         rest, each = Counter[str](), Counter[str]()
@@ -284,7 +290,7 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            kept -= self.away
+            kept, pending = kept - self.away, max(0, pending - self.away)  # it comes back when it is needed
         if (place := places.get("parameters")) is not None:
             rest[place] += weights + terms
             weights, held = 0, held - terms
@@ -301,7 +307,7 @@ class Part:
             events.append(event)
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
-            gradients=held, states=states, kept=kept, peak=weights + held + states + kept + transient,
+            gradients=held, states=states, kept=kept, pending=pending, peak=weights + held + states + kept + transient,
             elsewhere=rest, elsewhere_kept=each, moves=moves,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
@@ -428,7 +434,7 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True,
+    update: bool = True, deferring: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -451,6 +457,8 @@ def trace_part(
         As of `imagine`.
     update : bool
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
+    deferring : bool
+        Tell what is `pending` also without an update, or without a pipeline.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -463,7 +471,8 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        return _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every)).part(rows, given, update)
+        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every))
+        return run.part(rows, given, update, deferring)
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
@@ -514,9 +523,9 @@ class _Run:
         self.blocks = [b for b in getattr(model, "blocks", ()) if id(b) in modules]
         self.positions = None if order is None else BatchPositions(order)
 
-    def part(self, rows: int, given: Between | None, update: bool) -> Part:
+    def part(self, rows: int, given: Between | None, update: bool, deferring: bool) -> Part:
         world, span = self.world, self.world.span
-        gradients = states = away = block = 0
+        gradients = states = away = block = pending = 0
         change = update_for(self.config, self.optimizer)
         held = world.device.held
         if update:  # a first step makes what later ones hold
@@ -536,10 +545,12 @@ class _Run:
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
-        own = {id(p): Tie.of(p) for p in self.parameters}
+        peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
+        if deferring or (update and not self.alone):
+            pending = self.deferring(rows, given)
         return Part(
-            trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message, away, block,
-            self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
+            trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
+            block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
             tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p, _ in tied(_layers(self.model))),
         )  # fmt: skip
 
@@ -568,15 +579,12 @@ class _Run:
 
     def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
-        targets = self.inputs.targets(self.model, rows, self.grid) if self.last else None
-        held, span = self.world.device.held, self.world.span
-        y = self._given(rows, given)
-        with training_step(0), added_losses(True), using_positions(self.positions):
+        targets, held, span = self._targets(rows), self.world.device.held, self.world.span
+        x = [self._given(rows, given)]
+        with self._training():
             with span("forward"):
-                for layer in self.layers:
-                    y = layer.forward(y)
-                size = _nbytes(y)
-                root = self.criterion(y, targets)[0] if self.last else y
+                y, root = self._forward(x.pop(), targets)  # nothing else keeps what is given
+            size = _nbytes(y)
             if probe is not None:
                 self.away = probe.nbytes
             kept = max(0, self.world.device.held - held - (0 if self.last else size))
@@ -589,6 +597,39 @@ class _Run:
                 else:
                     backward_of([root])
         return kept
+
+    def deferring(self, rows: int, given: Between | None) -> int:
+        """Run a microbatch whose gradients of weights come last; return the bytes that are kept until then."""
+        targets, held = self._targets(rows), self.world.device.held
+        x = self._given(rows, given)
+        with self._training(), no_sync():
+            y, root = self._forward(x, targets)
+            unit, grads = InFlight(self.grid, [x] if isinstance(x, Tensor) else [], [] if self.last else [y]), []
+            if self.last:
+                unit.add(root, 1.0)
+            else:
+                grads.append(zeros(y.shape, self.grid, y.layout, y.dtype).block)
+            del x, y, root
+            unit.backward(grads, later=True)
+            unit.input_gradients()
+            grads.clear()
+            pending = max(0, self.world.device.held - held)
+            unit.parameters()
+        return pending
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        with training_step(0), added_losses(True), using_positions(self.positions):
+            yield
+
+    def _targets(self, rows: int) -> Any:
+        return self.inputs.targets(self.model, rows, self.grid) if self.last else None
+
+    def _forward(self, y: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the output of the layers, and the loss if they are the last ones, else the output again."""
+        for layer in self.layers:
+            y = layer.forward(y)
+        return y, self.criterion(y, targets)[0] if self.last else y
 
     def _given(self, rows: int, given: Between | None) -> Any:
         if self.first:

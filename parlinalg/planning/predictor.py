@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Schedule
-from parlinalg.pipeline.simulate import Costs, SharedCores
+from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.parts import Between, Part, on_their_way
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
@@ -24,6 +24,7 @@ LONG = 12  # equal layers of a stage beyond which two traces, of a few of them a
 FEW, FEW_BESIDE = (4, 6), (6, 10)  # their layers; where reductions or gathers go on beside the passes
 HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done however few they are, and their layers
 RESTS = ("weights", "gradients", "states")
+HELD = ("kept", "pending", "transient")  # of a microbatch
 Figures = dict[str, float]
 """Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
 
@@ -133,7 +134,8 @@ class Predictor:
         figures = [self._offloading_figures(part, c) for part in layers]
         if c.zero == 3:  # a layer alone keeps the weights it gathered, of many layers few are gathered at once
             for figure, part, bare in zip(figures, layers, self.model.layers_of_one_copy(c), strict=True):
-                figure["kept"] = max(0.0, figure["kept"] - max(0, part.kept - bare.kept))
+                for name in ("kept", "pending"):
+                    figure[name] = max(0.0, figure[name] - max(0, part.kept - bare.kept))
         stages = [_total(figures[a:b]) for a, b in self.model.cuts(spec)]
         if c.pipeline == 1:
             (one,) = stages
@@ -340,7 +342,7 @@ class Predictor:
 
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
-        made: Figures = {name: getattr(part, name) for name in (*RESTS, "kept", "transient", "message", "summed")}
+        made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
             made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
@@ -363,8 +365,8 @@ class Predictor:
             return Held(memory=memory, host=host, disk=disk)
         schedule = spec.schedule
         figures = [[self._bytes(parts[k.stage]) for k in chunks] for chunks in schedule.chunks]
-        flight = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).held
-        return self._fullest(figures, flight)
+        graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
+        return self._fullest(figures, _InFlight(graph))
 
     def full(self, c: Candidate) -> Planned:
         """Return what a candidate takes, by traces of all its layers on every distinct stage."""
@@ -415,20 +417,21 @@ class Predictor:
         return self._planned(c, made.seconds, held, max(moved), made.bubble, dict(made.shares()))
 
     # -------------------------------------------------------------------------------------------- what both share
-    def _fullest(self, held: Sequence[Sequence[Figures]], flight: Sequence[float], traced: bool = True) -> Held:
+    def _fullest(self, held: Sequence[Sequence[Figures]], flight: _InFlight, traced: bool = True) -> Held:
         """Return the bytes of the fullest pipeline rank, and the most that a rank has in each place.
 
-        `held` are the figures of each rank's stages, `flight` the microbatches that it holds at once.
+        `held` are the figures of each rank's stages, `flight` tells the microbatches that it holds at once.
         """
         memory: dict[str, int] = {}
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
         messages = AHEAD * max(f["message"] for own in held for f in own)
         for r, own in enumerate(held):
             weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
-            kept, buffers = flight[r] * max(f["kept"] for f in own), messages + max(f["transient"] for f in own)
-            here = _memory(weights, gradients, states, round(kept), round(buffers))
+            kept, transient = flight.most(r, *([f[key] for f in own] for key in HELD))
+            here = _memory(weights, gradients, states, round(kept), round(messages + transient))
             for p in away:
-                there = sum(f[p] for f in own) + flight[r] * max(f[f"{p} kept"] for f in own)
+                none = [0.0] * len(own)
+                there = sum(f[p] for f in own) + flight.most(r, [f[f"{p} kept"] for f in own], none, none)[0]
                 away[p] = max(away[p], round(there))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
@@ -469,9 +472,44 @@ def _passes(schedule: Schedule, rank: int, microbatches: int) -> list[int]:
     return [len(range(chunk.copy, microbatches, schedule.copies)) for chunk in schedule.chunks[rank]]
 
 
+class _InFlight(NamedTuple):
+    """The microbatches that the ranks of a pipeline hold at once, by a schedule that may have fewer than there are.
+
+    Attributes
+    ----------
+    graph : Dependencies
+    fewer : Dependencies or None
+        Of the same schedule with a round less.
+    rounds : float
+        The number of rounds beyond those of `graph`, each of which adds what its last one did.
+    """
+
+    graph: Dependencies
+    fewer: Dependencies | None = None
+    rounds: float = 0.0
+
+    def most(
+        self, rank: int, kept: Sequence[float], pending: Sequence[float], transient: Sequence[float]
+    ) -> tuple[float, float]:  # fmt: skip
+        """Return the bytes of activations, and those that pass while a chunk computes, at a rank's fullest moment.
+
+        Those of one microbatch are given, by the chunks of the rank: kept between its passes, pending as of a `Part`,
+        and transient.
+        """
+
+        def at(graph: Dependencies) -> tuple[float, float]:
+            found = [(m.nbytes(kept, pending), transient[m.chunk]) for m in graph.moments[rank]]
+            return max(found, key=sum, default=(0.0, 0.0))
+
+        held, beside = at(self.graph)
+        if self.fewer is not None:
+            held += self.rounds * (held - at(self.fewer)[0])
+        return held, beside
+
+
 def _simulated(
     schedule: Schedule, c: Candidate, costs: Costs, faster: SharedCores | None
-) -> tuple[float, float, list[float], float]:
+) -> tuple[float, float, _InFlight, float]:
     """Return a step's seconds, the work of all ranks, the microbatches that each rank holds at once, and the pace.
 
     `schedule` may have fewer microbatches than the candidate: each further round of them takes as long.  Where ranks
@@ -492,12 +530,11 @@ def _simulated(
     seconds, work = run(count)
     graph = dependencies(name, ranks, count, c.chunks)
     pace = 1.0 if faster is None else work / graph.bounds(costs)[1]
-    flight = list(map(float, graph.held))
+    flight = _InFlight(graph)
     if (more := c.microbatches - count) > 0:
         rounds, before = more / ranks, run(count - ranks)
         seconds, work = seconds + rounds * (seconds - before[0]), work + rounds * (work - before[1])
-        less = dependencies(name, ranks, count - ranks, c.chunks).held
-        flight = [n + rounds * (n - few) for n, few in zip(flight, less, strict=True)]
+        flight = _InFlight(graph, dependencies(name, ranks, count - ranks, c.chunks), rounds)
     return seconds, work, flight, pace
 
 
