@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from operator import le
 from statistics import median
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -245,19 +246,17 @@ class Moment(NamedTuple):
         both = zip((*self.held, *self.pending), (*kept, *pending), strict=True)
         return sum(n * nbytes for n, nbytes in both if n)
 
-    def within(self, other: Moment) -> bool:
-        """Return True if at another moment of the same kind as much is held of every chunk, or more."""
-        both = zip((*self.held, *self.pending), (*other.held, *other.pending), strict=True)
-        return self[:2] == other[:2] and all(mine <= theirs for mine, theirs in both)
-
 
 def _fullest(moments: Iterable[tuple[int, Op, tuple[int, ...], tuple[int, ...]]]) -> tuple[Moment, ...]:
-    """Return the moments of a rank that are not within others."""
-    found: list[Moment] = []
-    for m in sorted((Moment(*each) for each in moments), key=lambda m: -sum(m.held) - sum(m.pending)):
-        if not any(map(m.within, found)):
-            found.append(m)
-    return tuple(found)
+    """Return the moments of a rank but those for which another of the same kind holds no less of any chunk."""
+    found: defaultdict[tuple[int, Op], list[tuple[int, ...]]] = defaultdict(list)
+    for chunk, op, held, pending in sorted(moments, key=lambda m: -sum(m[2]) - sum(m[3])):
+        both, kin = (*held, *pending), found[chunk, op]
+        if not any(all(map(le, both, other)) for other in kin):
+            kin.append(both)
+    return tuple(
+        Moment(*kind, both[: len(both) // 2], both[len(both) // 2 :]) for kind, kin in found.items() for both in kin
+    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Floor(NamedTuple):
     forward, backward : float
         Seconds of a pass.
     pending, made : int
-        Of what is `Part.pending` all, and what the passes make new; 0 unless it was asked for.
+        Of what is `Part.pending` all, and what the backward pass makes new.
     ties : tuple of Rest
         Bytes at rest of each parameter that several layers of the model hold: a rank with two of these has it once.
     """
@@ -133,7 +133,7 @@ class Bounds:
             moments = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).moments
             parts = self.model.layers_of_one_copy(c)
             messages = AHEAD * max(parts[b - 1].message for _, b in cuts)
-        stages = self.floors(c, deferring=any(any(m.pending) for of_rank in moments for m in of_rank))
+        stages = self.floors(c)
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
             away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
@@ -155,10 +155,8 @@ class Bounds:
                 break
         return seconds, int(least)
 
-    def floors(self, c: Candidate, *, deferring: bool = False) -> list[Floor]:
+    def floors(self, c: Candidate) -> list[Floor]:
         """Return what each stage takes at the least, by traces of the layers of one copy of the model.
-
-        With `deferring` what is pending while gradients of weights have not been computed is told, else it is 0.
 
         A stage keeps at least what its layers keep.  A part's `kept` is what its rules save and its output is, less the
         output.  A layer gets from those before it nothing but their output (weights are not counted, and positions are
@@ -176,7 +174,7 @@ class Bounds:
         way is chosen by words, so that one copy may take another one: there this is not shown.
         """
         model, share = self.model, self._sharing(c)
-        parts = model.layers_of_one_copy(c, deferring=deferring)
+        parts = model.layers_of_one_copy(c)
         every = model.on_one_rank(c.dtype, None, True)
         passed = [0, *(part.message for part in parts)]
         later = [max(0, part.pending - given - part.message) for given, part in zip(passed, parts, strict=False)]

@@ -169,7 +169,7 @@ class Part:
         output aside.
     pending : int
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
-        backward pass for the inputs to that for the weights.
+        backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
@@ -434,7 +434,7 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True, deferring: bool = False,
+    update: bool = True,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -457,8 +457,6 @@ def trace_part(
         As of `imagine`.
     update : bool
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
-    deferring : bool
-        Tell what is `pending` also without an update, or without a pipeline.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -471,8 +469,7 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every))
-        return run.part(rows, given, update, deferring)
+        return _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every)).part(rows, given, update)
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
@@ -523,7 +520,7 @@ class _Run:
         self.blocks = [b for b in getattr(model, "blocks", ()) if id(b) in modules]
         self.positions = None if order is None else BatchPositions(order)
 
-    def part(self, rows: int, given: Between | None, update: bool, deferring: bool) -> Part:
+    def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
         gradients = states = away = block = pending = 0
         change = update_for(self.config, self.optimizer)
@@ -546,7 +543,7 @@ class _Run:
                     with span("update"):
                         change(True, 1.0)
         peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
-        if deferring or (update and not self.alone):
+        if not (update and self.alone):
             pending = self.deferring(rows, given)
         return Part(
             trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,

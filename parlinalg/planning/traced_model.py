@@ -327,12 +327,9 @@ class TracedModel:
         rows = -(-self.rows(c) // c.data)  # the most of a data parallel rank
         return Setup(one.apply(self.config, rows), one.width, rows, (*_form(one), rows))
 
-    def layers_of_one_copy(self, c: Candidate, *, deferring: bool = False) -> list[Part]:
-        """Return the passes of all layers of one copy of a candidate's model, without updates.
-
-        With `deferring` they tell what is kept where the gradients of weights come later.
-        """
-        return self._layers(c, self.one_copy(c), update=False, deferring=deferring)
+    def layers_of_one_copy(self, c: Candidate) -> list[Part]:
+        """Return the passes of all layers of one copy of a candidate's model, without updates."""
+        return self._layers(c, self.one_copy(c), update=False)
 
     def layers(self, c: Candidate) -> list[Part]:
         """Return the parts of all layers of a candidate's model, for a microbatch."""
@@ -342,13 +339,12 @@ class TracedModel:
         setup = Setup(c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows))
         return self._layers(c, setup, update=True)
 
-    def _layers(self, c: Candidate, setup: Setup, update: bool, deferring: bool = False) -> list[Part]:
+    def _layers(self, c: Candidate, setup: Setup, update: bool) -> list[Part]:
         found: list[Part] = []
         given: Between | None = None
         for i, key in enumerate(self.keys(c.dtype)):
-            known = (setup.key, key, update, deferring, given)
-            more: dict[str, Any] = {"given": given, "update": update, "deferring": deferring}
-            found.append(self.part(known, setup, layers=(i, i + 1), **more))
+            known = (setup.key, key, update, given)
+            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update))
             given = found[-1].output
         return found
 

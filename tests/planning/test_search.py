@@ -880,7 +880,7 @@ def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute, vocabul
     assert predictor.full(c).bytes == pytest.approx(peak, rel=0.05 if not later else 0.15 if recompute else 0.06)
     for away in ((), (("activations", "host"),)):
         about, whole = predictor.estimate(replace(c, offload=away)), predictor.full(replace(c, offload=away))
-        assert about.bytes == pytest.approx(whole.bytes, rel=0.07 if later else 0.02), away
+        assert about.bytes == pytest.approx(whole.bytes, rel=0.12 if later else 0.02), away
     assert whole.host
     assert later or whole.bytes < peak
 
