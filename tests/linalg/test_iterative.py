@@ -212,6 +212,22 @@ def test_gmres_of_singular_matrices(grid, dtype):
             assert (left <= (1.01e-5 if info == 0 else 2)).all(), (n, part, left)
 
 
+def test_gmres_ends_with_the_first_residual_that_is_short_enough(grid):
+    """By the least residuals of the Krylov spaces; it knows them without a product."""
+    n, rtol = 24, 1e-8
+    a, b = np.kron(np.eye(n // 2), [[1, 2], [-2, 1]]) + random(n, n) / 20, random(n, seed=2)
+    space = np.linalg.qr(b[:, None])[0]
+    while np.linalg.norm(b - a @ space @ np.linalg.lstsq(a @ space, b)[0]) > rtol * np.linalg.norm(b):
+        space = np.linalg.qr(np.hstack([space, a @ space[:, -1:]]))[0]
+    needed = space.shape[1]
+    assert 8 < needed < n
+    A, B, made = placed(grid, a, 1), placed(grid, b, 1), []
+    x, info = gmres(lambda x: made.append(x) or A @ x, B, rtol=rtol, restart=n)
+    assert info == 0
+    assert len(made) == needed + 1  # which is the last residual's
+    close(x, np.linalg.solve(a, b), 1e-7)
+
+
 def test_one_all_reduce_a_step_of_conjugate_gradients(grid, world):
     n = 24
     line = Layout(grid.axes)
