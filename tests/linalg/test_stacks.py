@@ -308,3 +308,20 @@ def test_wrong_use(grid, world):
             linalg.cg(x, pla.ones(4, grid))
         assert "cg takes positive definite A" in str(error.value)
         assert str(error.value).endswith(f" of system {(*last, 0)}")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 13])
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_an_error_names_the_matrix_of_the_stack(grid, count, which):
+    """The first that is wrong, wherever it lies, on all ranks."""
+    rng, n = np.random.default_rng(3), 4
+    good = np.stack([(i + 2) * np.eye(n) for i in range(count)])
+    bad = good.copy()
+    bad[which, 2, 2] = 0
+    at = rf"matrix \({which % count},\): "
+    B, one = placed(grid, good[..., :1], rng), placed(grid, bad, rng)
+    with pytest.raises(np.linalg.LinAlgError, match=at + r".*element \[2, 2\] of its diagonal is 0"):
+        linalg.solve_triangular(one, B)
+    for function in (linalg.cholesky, linalg.inv, lambda a: linalg.solve(a, B)):
+        with pytest.raises(np.linalg.LinAlgError, match=at):
+            function(one)
