@@ -430,8 +430,8 @@ class Predictor:
             kept, transient = flight.most(r, *([f[key] for f in own] for key in HELD))
             here = _memory(weights, gradients, states, round(kept), round(messages + transient))
             for p in away:
-                none = [0.0] * len(own)
-                there = sum(f[p] for f in own) + flight.most(r, [f[f"{p} kept"] for f in own], none, none)[0]
+                each = [f[f"{p} kept"] for f in own]  # until the gradients of weights are computed
+                there = sum(f[p] for f in own) + flight.most(r, each, each, [0.0] * len(own))[0]
                 away[p] = max(away[p], round(there))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
