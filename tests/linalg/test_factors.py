@@ -12,6 +12,7 @@ import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
+from parlinalg.comm.shared import common
 from parlinalg.layout import Layout
 from parlinalg.linalg import blocks, factors, kernels, systems, tiles, triangular
 from parlinalg.linalg.lu import parity
@@ -120,6 +121,26 @@ def test_cholesky(grid):
         upper = linalg.cholesky(x, upper=True)
         assert upper.layout == x.layout
         np.testing.assert_array_equal(upper.gather(), linalg.cholesky(x).gather().conj().T)
+
+
+def test_cholesky_reads_nothing_but_the_matrix(grid, monkeypatch):
+    """What was in shared memory before, and what is above the diagonal, changes nothing."""
+    monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
+    monkeypatch.setattr(blocks, "FEW", grid.size)
+    rng = np.random.default_rng(3)
+    for n, block, dtype, at in itertools.product([45], [7, 16, 64], ["float32", "complex128"], [0, 1, -1]):
+        a = random((n, n), dtype, rng)
+        s = a @ a.conj().T + n * np.eye(n, dtype=dtype)
+        layout = layouts(grid.axes, 2, partial=False)[at]
+        odd = pla.distribute(np.tril(s) + np.triu(np.full_like(s, 3e30), 1), grid, layout)
+        found = linalg.cho_factor(odd, block)
+        if grid.inside:
+            with common(found.tiles.across, (4 * n, 4 * n), dtype) as memory:
+                if memory is not None:
+                    memory[...] = np.nan
+        for each in (found.L, linalg.cholesky(odd), linalg.cho_factor(odd, block).L):
+            assert each.layout == layout
+            np.testing.assert_allclose(each.gather(), np.linalg.cholesky(s), rtol=0, atol=n * eps(dtype) * norm(a))
 
 
 def test_lu(grid):
