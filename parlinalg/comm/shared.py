@@ -167,13 +167,13 @@ class Steps:
         """Tell that this rank has made so many steps, and what it wrote before is there."""
         self._counters[self.comm.rank] = self._base + steps
 
-    def wait(self, ranks: Sequence[int], steps: int) -> None:
-        """Return when these ranks have made so many steps."""
-        counters, least = self._counters, self._base + steps
-        for rank in ranks:
-            if counters[rank] < least:
-                self.comm.attend(lambda: all(counters[p] >= least for p in ranks))
-                return
+    def there(self, ranks: Sequence[int], steps: int) -> bool:
+        """Return True if these ranks have made so many steps."""
+        return all(self._counters[p] >= self._base + steps for p in ranks)
+
+    def wait(self, ranks: Sequence[int], steps: int, seldom: bool = False) -> None:
+        """Return when these ranks have made so many steps; `seldom` is that of `Comm.attend`."""
+        self.comm.attend(lambda: self.there(ranks, steps), seldom)
 
 
 class Passing:

@@ -32,8 +32,9 @@ TALL = 4
 """Rows of a matrix by its columns from which on its columns are not dealt."""
 FEW = 8
 """Ranks of one node up to which rows are not dealt."""
-SOLVED = 0.7
-"""The time of panels of `cholesky`, solutions with a triangle, by that of other panels with as many operations."""
+SOLVED, SOLVED_BESIDE_DEEP = 0.7, 1.0
+"""The time of panels of `cholesky`, solutions with a triangle, by that of other panels with as many operations; the
+second where ranks share memory: products are deeper than tiles are wide there, so that narrower tiles do no harm."""
 TALL_PANELS = 0.4
 """The same of panels of `lu` of tall matrices, which LAPACK factors in its own order, by halves."""
 REDUCTIONS = ("eigh", "svd", "eig")
@@ -193,7 +194,8 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
         )  # fmt: skip
     received = left * (C > 1) + below * (R > 1)
     if routine in ("cholesky", "solve_triangular"):
-        flops, work = flops / 2, b * left * (SOLVED if routine == "cholesky" else 1)
+        solved = SOLVED if R > 1 else SOLVED_BESIDE_DEEP
+        flops, work = flops / 2, b * left * (solved if routine == "cholesky" else 1)
         received += k * b / 2 * (R > 1)
         calls = 2 * down + across
     elif routine == "qr":

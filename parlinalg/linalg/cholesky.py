@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Handle
+from parlinalg.comm.shared import ORDERED, Steps, common
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
-from parlinalg.linalg.tiles import Tiles
+from parlinalg.linalg.tiles import Tiles, resting
 
 
 class Cholesky(Panels):
@@ -124,3 +127,157 @@ class Cholesky(Panels):
             self._below(step, middle, end, bottom)
         elif top < bottom:
             kernels.subtract_square(self.a[top:bottom, first:last], left[top - r : bottom - r])
+
+
+LINE, ALIASED = 64, 1024
+"""Bytes of a line of a cache, and of which rows in shared memory are no multiple: else the same elements of all rows
+would push each other out of it."""
+
+
+class Shared:
+    """The same factorization where all ranks are on one node: in one array, which they share and none sends.
+
+    Each rank copies its block of the lower triangle there.  Panels are dealt in turn, as on tiles; a rank finds each of
+    its own from all those left of it (left-looking), so that products are deep and no two ranks write the same
+    elements.  It waits for the panel before, never for all ranks, and copies rows of L home meanwhile.  The ledger
+    counts what ranks would receive of each other as messages.
+
+    Parameters
+    ----------
+    tiles : Tiles
+        Of one grid row and one layer.
+    a : DistArray
+        The matrix, on the host, in blocks that are no terms of sums.
+    home : bool
+        Give every rank its block of L, in the layout of `a`; else its columns, as tiles.
+
+    Attributes
+    ----------
+    found : array
+        The block, or the columns, above whose diagonal anything may stand.
+    minor, finite
+        As of `Cholesky`.
+    """
+
+    def __init__(self, tiles: Tiles, a: DistArray, home: bool) -> None:
+        self.tiles, self.a, self.n, self.home = tiles, a, a.shape[0], home
+        self.minor, self.finite = 0, True
+        self.edges = [*range(0, self.n, tiles.size), self.n]
+        self.rows, self.columns = a.grid.block(a.layout, a.shape)
+        self.found: Any = None
+        self._homed = 0  # tiles of rows that were copied to the block
+
+    def run(self) -> bool:
+        """Factor the matrix; return False, on all ranks, if they cannot share memory.  Collective."""
+        comm, n, dtype, steps = self.tiles.across, self.n, self.a.dtype, len(self.edges) + 2
+        if not ORDERED:
+            return False
+        with common(comm, (n, _row(n, dtype.itemsize)), dtype) as memory:
+            if memory is None:
+                return False
+            self._s, self._steps = memory, Steps(comm, steps)
+            own = self.tiles.columns(n)[self.tiles.j]
+            self.found = np.empty(self.a.block.shape if self.home else (n, len(own)), dtype)
+            self._count()
+            self._panels()
+            for p in range(self._homed if self.home else len(self.edges) - 2, len(self.edges) - 1):
+                self._wait(p, seldom=not len(own))
+                if self.home:
+                    self._copy_home()
+            self._steps.made(steps)
+            del self._s, self._steps
+        return True
+
+    def _count(self) -> None:
+        """Enter in the ledger the words of the trip to tiles and of the panels."""
+        tiles, across = self.tiles, self.tiles.across
+        tiles.count_bring(self.a, tiles.rows(self.n), tiles.columns(self.n), lower=True)
+        for k, end in pairwise(self.edges):
+            mine = tiles.owner(k)[1] == tiles.j
+            across.count("broadcast", 0 if mine else (self.n - k) * (end - k), self.a.dtype.itemsize)
+
+    def _panels(self) -> None:
+        """Find this rank's panels.
+
+        It has made step 1 when its elements of the first panel are in shared memory, 2 when all are, and p + 3 when its
+        panel number p is found.
+        """
+        ranks, C, edges = range(self.tiles.across.size), self.tiles.C, self.edges
+        first = self.tiles.j == 0
+        self._bring(0, edges[1])
+        self._steps.made(1)
+        if first:  # others bring the rest meanwhile
+            self._steps.wait(ranks, 1)
+            self._factor(0)
+        self._bring(edges[1], self.n)
+        self._steps.made(3 if first else 2)
+        for p in range(self.tiles.j, len(edges) - 1, C) if self.tiles.j < C else ():
+            if p == 0:
+                continue
+            self._steps.wait(ranks, 2)
+            done = 0
+            for left in range(max(0, p - C), p):  # the last one of its own, and those that others find meanwhile
+                self._wait(left, left)
+                self._update(p, edges[done], edges[left + 1])
+                done = left + 1
+            self._factor(p)
+            self._steps.made(p + 3)
+
+    def _wait(self, p: int, homed: int = 0, seldom: bool = False) -> None:
+        """Return when panel number p is found; copy up to so many tiles of rows home before."""
+        owner = (p % self.tiles.C,)
+        while self.home and self._homed < homed and not self._steps.there(owner, p + 3):
+            self._copy_home()
+        self._steps.wait(owner, p + 3, seldom)
+
+    def _bring(self, first: int, last: int) -> None:
+        """Copy what this rank has of columns `first` to `last` of the lower triangle, whole tiles at the diagonal."""
+        (top, left), grid = (self.rows.start, self.columns.start), self.a.grid
+        if any(grid.coords[axis] for axis in resting(self.a.layout, self.a.shape, grid.sizes)[1]):
+            return  # another rank has the same block
+        first = max(first, left)
+        for k, end in pairwise(self.edges):
+            k, stop = max(k, top), min(end, last, self.columns.stop)
+            end = min(end, self.rows.stop)
+            if k < end and first < stop:
+                self._s[k:end, first:stop] = self.a.block[k - top : end - top, first - left : stop - left]
+
+    def _update(self, p: int, first: int, last: int) -> None:
+        """Subtract from panel number p the products of columns `first` to `last` of L."""
+        s, (k, end) = self._s, self.edges[p : p + 2]
+        beside = s[k:end, first:last]
+        kernels.subtract_square(s[k:end, k:end], beside)
+        kernels.subtract(s[end:, k:end], s[end:, first:last], kernels.adjoint(beside))
+
+    def _factor(self, p: int) -> None:
+        """Replace panel number p, from which all products are subtracted, by that of L."""
+        s, (k, end) = self._s, self.edges[p : p + 2]
+        corner = s[k:end, k:end].copy()
+        failed = kernels.cholesky(corner)
+        self.minor = self.minor or (k + failed if failed else 0)
+        self.finite = self.finite and kernels.finite(corner.diagonal())
+        s[k:end, k:end] = corner
+        kernels.substitute(corner, s[end:, k:end], right=True, lower=True, adjoint=True)
+        if not self.home:
+            at = p // self.tiles.C * self.tiles.size
+            self.found[k:, at : at + end - k] = s[k:, k:end]
+
+    def _copy_home(self) -> None:
+        """Copy the next tile of rows of L to this rank's block, and set what is above the diagonal to 0."""
+        k, end = self.edges[self._homed : self._homed + 2]
+        self._homed += 1
+        k, end, left = max(k, self.rows.start), min(end, self.rows.stop), self.columns.start
+        if k >= end:
+            return
+        out = self.found[k - self.rows.start : end - self.rows.start]
+        diagonal, stop = (min(max(x, left), self.columns.stop) for x in (k, end))
+        out[:, : stop - left] = self._s[k:end, left:stop]
+        out[:, stop - left :] = 0
+        corner = out[:, diagonal - left : stop - left]
+        corner[...] = np.tril(corner, k - diagonal)
+
+
+def _row(n: int, itemsize: int) -> int:
+    """Return the length of rows of n elements in shared memory."""
+    size = -(-n * itemsize // LINE) * LINE
+    return (size + LINE * (size % ALIASED == 0)) // itemsize

@@ -20,7 +20,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.blocks import TALL
-from parlinalg.linalg.cholesky import Cholesky
+from parlinalg.linalg.cholesky import Cholesky, Shared
 from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
     LinAlgError,
@@ -203,18 +203,7 @@ class CholeskyFactor(WithDeterminant, Factor):
             self._t, first = kernels.lower(a.summed().block)
             finite = kernels.finite(self._t.diagonal())
         else:
-            t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
-            finite = on_host or kernels.finite(t)  # on the host the diagonal of L shows NaNs and infinities
-            self._t = t = tiles.layered(t, self.columns)
-            if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
-                where = self.grid.block(self.layout, a.shape)
-                target = self.grid.backend.empty(tuple(map(len, where)), a.dtype), *where
-            work = Cholesky(tiles, t, n, target)
-            with np.errstate(all="ignore"):
-                work.run()
-            first, finite = work.minor, finite and work.finite
-            if tiles.D > 1:  # each layer has the panels that it factored
-                self._t = tiles.own(t, self.columns)
+            target, first, finite = self._factored(a, passing)
         odd, minor = tiles.worst([not finite, n + 1 - first if first else 0])
         if odd:
             refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
@@ -224,7 +213,7 @@ class CholeskyFactor(WithDeterminant, Factor):
                 f"the leading minor of order {n + 1 - int(minor)} is not positive"
             )
         if target is not None or (self._whole and passing):
-            found = self._t if target is None else target[0]
+            found = self._t if target is None else target
             self._made = DistArray(found, self.shape, self.layout, self.grid)
         elif tiles.D > 1 and not passing:  # solves work on one layer
             self.tiles = tiles.flat()
@@ -233,6 +222,32 @@ class CholeskyFactor(WithDeterminant, Factor):
             self._t = move(
                 self._t, have, self.tiles.places(self.rows, self.columns), self.grid, lower=tiles.size
             )  # fmt: skip
+
+    def _factored(self, a: DistArray, passing: bool) -> tuple[Any, int, bool]:
+        """Factor A on tiles; return this rank's block of L, or None where L stays on tiles, `minor` and `finite`."""
+        a, tiles, n = a.summed(), self.tiles, self.shape[0]
+        on_host = isinstance(a.block, np.ndarray)
+        near = self.grid.inside and self.grid.size > tiles.R * tiles.D == 1  # all ranks see all panels
+        if near and on_host and n:
+            shared = Shared(tiles, a, passing)
+            with np.errstate(all="ignore"):
+                done = shared.run()
+            if done:
+                self._t = np.empty((0, 0), a.dtype) if passing else shared.found
+                return (shared.found if passing else None), shared.minor, shared.finite
+        t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
+        finite = on_host or kernels.finite(t)  # on the host the diagonal of L shows NaNs and infinities
+        self._t = t = tiles.layered(t, self.columns)
+        target: Any = None
+        if passing and near:
+            where = self.grid.block(self.layout, a.shape)
+            target = self.grid.backend.empty(tuple(map(len, where)), a.dtype), *where
+        work = Cholesky(tiles, t, n, target)
+        with np.errstate(all="ignore"):
+            work.run()
+        if tiles.D > 1:  # each layer has the panels that it factored
+            self._t = tiles.own(t, self.columns)
+        return (None if target is None else target[0]), work.minor, finite and work.finite
 
     def _brought(self, a: DistArray) -> Any:
         """Return this rank's tiles of A; what is above the diagonal, and may be anything, is 0.  Collective."""

@@ -444,6 +444,38 @@ def _near_underflow(a: np.ndarray) -> np.ndarray | None:
     return few if few.any() else None
 
 
+def eigh(a: Block, vectors: bool = True) -> Any:
+    """Return eigenvalues, rising, and vectors of Hermitian matrices by their lower triangles, or values alone.
+
+    The matrices are given up.  A large one on the host becomes its vectors: NumPy would hold three more such matrices,
+    or for values one.
+    """
+    if not (isinstance(a, np.ndarray) and a.ndim == 2 and a.nbytes >= LARGE and a.flags.c_contiguous):
+        return tuple(routines(a).eigh(a)) if vectors else routines(a).eigvalsh(a)
+    name = "heevd" if a.dtype.kind == "c" else "syevd"
+    values, v, info = lapack(name, a.dtype)(a.T, vectors, lower=0, overwrite_a=1)  # rows are columns of the transpose
+    if info:
+        raise np.linalg.LinAlgError("Eigenvalues did not converge")
+    return (values, in_columns(np.conjugate(v.T, out=v.T) if a.dtype.kind == "c" else v.T).T) if vectors else values
+
+
+def svd(a: Block, full_matrices: bool = False) -> tuple[Block, Block, Block]:
+    """Return U, the singular values, falling, and Vᴴ of matrices.
+
+    Of a large matrix on the host LAPACK gets a copy as its transpose, so that U and Vᴴ come in rows: NumPy would hold
+    two more such matrices.
+    """
+    if not (isinstance(a, np.ndarray) and a.ndim == 2 and a.nbytes >= LARGE and max(a.shape) < TALL * min(a.shape)):
+        return tuple(routines(a).svd(a, full_matrices))
+    size, info = lapack("gesdd_lwork", a.dtype)(*a.T.shape, full_matrices=full_matrices)
+    vt, values, ut, info = lapack("gesdd", a.dtype)(
+        np.array(a, order="C").T, full_matrices=full_matrices, lwork=int(size.real), overwrite_a=1
+    )
+    if info:
+        raise np.linalg.LinAlgError("SVD did not converge")
+    return ut.T, values, vt.T
+
+
 def small_svd(a: Block, compute_uv: bool = True) -> Any:
     """Return what `svd` of `routines` does, reduced, of a matrix that is small beside others.
 

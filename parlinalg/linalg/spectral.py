@@ -89,7 +89,7 @@ def eigh(
     x = as_matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
-        every = EighResult(*batches("eigh", lambda xp, a: tuple(kernels.routines(a).eigh(a)), eigh, x, lower=True))
+        every = EighResult(*batches("eigh", lambda xp, a: kernels.eigh(a), eigh, x, lower=True))
         if subset_by_index is None:
             return every
         return EighResult(*(each[..., choose(None)] for each in every))
@@ -121,7 +121,7 @@ def eigvalsh(
     x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
-        every = batches("eigvalsh", lambda xp, a: kernels.routines(a).eigvalsh(a), eigvalsh, x, lower=True)[0]
+        every = batches("eigvalsh", lambda xp, a: kernels.eigh(a, vectors=False), eigvalsh, x, lower=True)[0]
         return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
     found = tridiagonal_values(reduced.d, reduced.e)
@@ -247,7 +247,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     if x.ndim > 2 or _alone(x):
         return SVDResult(
             *batches(
-                "svd", lambda xp, a: tuple(kernels.routines(a).svd(a, full_matrices)),
+                "svd", lambda xp, a: kernels.svd(a, full_matrices),
                 lambda a: svd(a, full_matrices=full_matrices), x,
             )
         )  # fmt: skip

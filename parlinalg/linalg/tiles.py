@@ -198,6 +198,16 @@ class Tiles(Deal):
         rest, free = resting(a.layout, a.shape, self.sizes)
         return move(block, rest, want, self.grid, free, self.size if lower else 0, more, cleared)
 
+    def count_bring(
+        self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False
+    ) -> None:  # fmt: skip
+        """Count the words of `bring` in the ledger, for a matrix on the host that ranks have put in shared memory."""
+        rest, free = resting(a.layout, a.shape, self.sizes)
+        routes = _routes_of(rest, self.places(rows, columns), self.grid, free, self.size if lower else 0, True)
+        for _, receive in routes.turns:
+            got = sum(len(i) * len(j) for each in receive for i, j in each)
+            self.grid.everyone.count("all_to_all", got, a.dtype.itemsize)
+
     def home(
         self, block: Any, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
         layout: Layout, *, lower: bool = False, adjoint: bool = False,

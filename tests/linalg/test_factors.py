@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from copy import copy, deepcopy
+from time import sleep
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
+from parlinalg.comm.shared import common
 from parlinalg.layout import Layout
 from parlinalg.linalg import blocks, factors, kernels, systems, tiles, triangular
+from parlinalg.linalg.cholesky import Shared
 from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
 
@@ -120,6 +123,52 @@ def test_cholesky(grid):
         upper = linalg.cholesky(x, upper=True)
         assert upper.layout == x.layout
         np.testing.assert_array_equal(upper.gather(), linalg.cholesky(x).gather().conj().T)
+
+
+def test_cholesky_reads_nothing_but_the_matrix(grid, monkeypatch):
+    """What was in shared memory before, and what is above the diagonal, changes nothing."""
+    monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
+    monkeypatch.setattr(blocks, "FEW", grid.size)
+    rng = np.random.default_rng(3)
+    for n, block, dtype, at in itertools.product([45], [7, 64], ["float32", "complex128"], [0, 1, -1]):
+        a = random((n, n), dtype, rng)
+        s = a @ a.conj().T + n * np.eye(n, dtype=dtype)
+        layout = layouts(grid.axes, 2, partial=False)[at]
+        odd = pla.distribute(np.tril(s) + np.triu(np.full_like(s, 3e30), 1), grid, layout)
+        found = linalg.cho_factor(odd, block)
+        if grid.inside:
+            with common(found.tiles.across, (4 * n, 4 * n), dtype) as memory:
+                if memory is not None:
+                    memory[...] = np.nan
+        for each in (found.L, linalg.cholesky(odd), linalg.cho_factor(odd, block).L):
+            assert each.layout == layout
+            np.testing.assert_allclose(each.gather(), np.linalg.cholesky(s), rtol=0, atol=n * eps(dtype) * norm(a))
+    s[30, 30] = -1
+    for block in (7, 64):
+        with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 31 is not"):
+            linalg.cho_factor(pla.distribute(s, grid, layout), block)
+
+
+@pytest.mark.parametrize("step", ["_bring", "_factor", "_copy_home"])
+def test_cholesky_waits_for_late_ranks(grid, monkeypatch, step):
+    """Of ranks that share memory any may be late with any of its steps."""
+    monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
+    monkeypatch.setattr(blocks, "FEW", grid.size)
+    a = random((40, 40), "float64", np.random.default_rng(4))
+    a = a @ a.T + 40 * np.eye(40)
+    x = pla.distribute(a, grid, grid.default_layout(a.shape))
+    prompt = getattr(Shared, step)
+
+    def late(*args):
+        sleep(0.01)
+        return prompt(*args)
+
+    for rank in {0, grid.world.size // 2, grid.world.size - 1}:
+        with monkeypatch.context() as patch:
+            if grid.world.rank == rank:
+                patch.setattr(Shared, step, late)
+            for found in (linalg.cho_factor(x, 8).L, linalg.cholesky(x)):
+                same(found, np.linalg.cholesky(a), 1e-13)
 
 
 def test_lu(grid):

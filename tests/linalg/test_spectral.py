@@ -43,6 +43,34 @@ def ratio(value, scale, n, dtype, what):
     assert value <= BOUND * n * eps(dtype) * scale, (what, value / (n * eps(dtype) * max(scale, 1e-300)))
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_matrices_of_one_rank(make_grid, monkeypatch, dtype):
+    """LAPACK works on the copy that it is given; neither A nor what is above its diagonal changes."""
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    grid, rng = make_grid({"r": 1}), np.random.default_rng(6)
+    for m, n in ((30, 30), (40, 30), (30, 40), (1, 1)):
+        a = random((m, n), dtype, rng)
+        x = pla.distribute(a, grid, Layout(None, None))
+        for full in (False, True):
+            u, s, vh = (each.gather() for each in linalg.svd(x, full_matrices=full))
+            k = min(m, n)
+            assert [each.shape for each in (u, vh)] == ([(m, m), (n, n)] if full else [(m, k), (k, n)])
+            assert all(each.dtype == dtype for each in (u, vh))
+            ratio(norm((u[:, :k] * s) @ vh[:k] - a), norm(a), k, dtype, (m, n, full))
+            ratio(norm(u.conj().T @ u - np.eye(u.shape[1])), 1, m, dtype, (m, n, full, "U"))
+            ratio(norm(vh @ vh.conj().T - np.eye(len(vh))), 1, n, dtype, (m, n, full, "V"))
+        np.testing.assert_array_equal(x.gather(), a)
+    a = random((30, 30), dtype, rng)
+    s, lower = a + a.conj().T, np.tril(a + a.conj().T) + np.triu(np.full_like(a, np.nan), 1)
+    x = pla.distribute(lower, grid, Layout(None, None))
+    w, v = (each.gather() for each in linalg.eigh(x))
+    ratio(norm(s @ v - v * w), norm(s), 30, dtype, "eigh")
+    ratio(norm(v.conj().T @ v - np.eye(30)), 1, 30, dtype, "orthogonality")
+    ratio(np.abs(linalg.eigvalsh(x).gather() - w).max(), norm(s), 30, dtype, "values alone")
+    np.testing.assert_array_equal(x.gather(), lower)
+
+
 def test_eigh(grid):
     for name, a, layout, _ in cases(grid, 1):
         n, dtype = len(a), a.dtype
