@@ -36,7 +36,7 @@ from parlinalg.nn.layer import Layer, layers_of
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim.flat import states_of
-from parlinalg.parallel.reducer import replaceable
+from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.run import InFlight
 from parlinalg.pipeline.topology import PipelineTopology
@@ -434,7 +434,7 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True,
+    update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -457,6 +457,10 @@ def trace_part(
         As of `imagine`.
     update : bool
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
+    shared : frozenset of int
+        The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
+    left : frozenset of int
+        Of these the ones that the rank reduces and updates with the other stage.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -469,7 +473,8 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        return _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every)).part(rows, given, update)
+        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left)
+        return run.part(rows, given, update)
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
@@ -497,7 +502,7 @@ class _Run:
 
     def __init__(
         self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
-        first: bool, last: bool,
+        first: bool, last: bool, shared: frozenset[int], left: frozenset[int],
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
         self.first, self.last, self.grid = first, last, mesh.grid
@@ -508,8 +513,14 @@ class _Run:
         own = list({id(m): m for layer in layers for m in layer.modules}.values())
         self.held: Module = ModuleList(own)
         self.parameters = list(self.held.parameters())
-        self.reducer = reducer_for(config, mesh.grid, self.held) if self.parameters else None
-        self.optimizer = optimizer_for(config, None, self.parameters, model, mesh.grid)
+        self.ties = [p for p, _ in tied(_layers(model))]
+        self.left = [p for p in self.parameters if any(p is self.ties[i] for i in left)]
+        self.updated = [p for p in self.parameters if all(p is not other for other in self.left)]
+        chunks = [self.updated, [p for p in self.updated if any(p is self.ties[i] for i in shared)]]
+        self.reducer = reducer_for(config, mesh.grid, self.held, chunks) if self.updated else None
+        if self.left and self.reducer is not None:
+            GradientReducer(self.left, self.reducer.handlers, dtype=self.reducer.dtype)
+        self.optimizer = optimizer_for(config, None, self.updated, model, mesh.grid)
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None
@@ -543,18 +554,19 @@ class _Run:
                     with span("update"):
                         change(True, 1.0)
         peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
+        own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         if not (update and self.alone):
             pending = self.deferring(rows, given)
         return Part(
             trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
             block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p, _ in tied(_layers(self.model))),
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
         )  # fmt: skip
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""
         master = self.optimizer.flat.master
-        bare = [p for p in self.parameters if not states_of(p.dtype, master)[1]]
+        bare = [p for p in self.updated if not states_of(p.dtype, master)[1]]
         return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
     def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
@@ -572,7 +584,7 @@ class _Run:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
         if self.reducer is not None:
             self.reducer.settle()
-        settle(self.parameters)
+        settle(self.updated)
 
     def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""

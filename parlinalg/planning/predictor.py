@@ -160,14 +160,15 @@ class Predictor:
         stages: list[Figures] = []
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
+        ties = model.ties_of_stages(c, spec)
         for s, (a, b) in enumerate(model.cuts(spec)):
-            key = tuple(keys[a:b]), given
+            key = tuple(keys[a:b]), given, *ties[s].values()
             if key not in known:
                 first, last = longest_run(keys, (a, b))
                 holder = 0 if spec.schedule is None else spec.schedule.holder(s)
                 figures = []
                 for few in counts if last - first > counts[-1] else (last - first,):
-                    part = model.whole(c, layers=(a, b), skip=(first + few, last), given=given, stage=holder)
+                    part = model.whole(c, layers=(a, b), skip=(first + few, last), given=given, stage=holder, **ties[s])
                     figures.append(self._offloading_figures(part, c, apart=c.microbatches == 1))
                 known[key] = _line(figures, counts, last - first), part.output
             figure, given = known[key]
