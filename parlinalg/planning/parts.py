@@ -497,6 +497,17 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     return Mesh(grid, config, spec, topology)
 
 
+class _Layers(ModuleList):
+    """The modules of layers, of which weights are gathered layer by layer, as those of the whole model."""
+
+    def __init__(self, modules: Iterable[Module], layers: Sequence[Layer]) -> None:
+        super().__init__(modules)
+        self._listed = tuple(layers)
+
+    def layers(self) -> list[Layer]:
+        return list(self._listed)
+
+
 class _Run:
     """Layers on the grid of one rank."""
 
@@ -511,7 +522,7 @@ class _Run:
         before = world.device.held
         model.initialize(config.seed, only=list(modules.values()))
         own = list({id(m): m for layer in layers for m in layer.modules}.values())
-        self.held: Module = ModuleList(own)
+        self.held: Module = _Layers(own, layers)
         self.parameters = list(self.held.parameters())
         self.ties = [p for p, _ in tied(_layers(model))]
         self.left = [p for p in self.parameters if any(p is self.ties[i] for i in left)]

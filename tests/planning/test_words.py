@@ -31,6 +31,12 @@ FORMS: dict[str, dict[str, Any]] = {  # of 4 ranks
     "zb-v": {"pipeline": 4, "schedule": {"name": "zb-v", "microbatches": 8}},
     "zb-v, 1D": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}, "schedule": {"name": "zb-v", "microbatches": 2}},
     "zb-h1, ZeRO 1": {"data": 2, "pipeline": 2, "zero": 1, "schedule": {"name": "zb-h1", "microbatches": 2}},
+    "zb-v, ZeRO 0": {"data": 2, "pipeline": 2, "schedule": {"name": "zb-v", "microbatches": 2}},
+    "zb-v, ZeRO 2": {"data": 2, "pipeline": 2, "zero": 2, "schedule": {"name": "zb-v", "microbatches": 2}},
+    "interleaved, ZeRO 2": {
+        "data": 2, "pipeline": 2, "zero": 2, "schedule": {"name": "interleaved", "microbatches": 4, "chunks": 3},
+    },
+    "chimera, ZeRO 1": {"data": 2, "pipeline": 2, "zero": 1, "schedule": {"name": "chimera", "microbatches": 2}},
     "chimera": {"pipeline": 4, "schedule": {"name": "chimera", "microbatches": 8}},
     "chimera, an odd number": {"pipeline": 4, "batch_size": 12, "schedule": {"name": "chimera", "microbatches": 3}},
     "16 bits": {"pipeline": 2, "data": 2, "precision": "bfloat16", "schedule": {"name": "1f1b", "microbatches": 4}},
