@@ -36,6 +36,7 @@ from parlinalg.nn.layer import Layer, layers_of
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim.flat import states_of
+from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.run import InFlight
@@ -187,6 +188,8 @@ class Part:
     ties : tuple of Tie
         For each parameter that several layers of the model hold, in the order of `tied`, its bytes; zeros if none of
         these layers is here.
+    first_gathers : int
+        Of weights that are gathered ahead of use: the gathers with which a forward pass begins.
     settled : bool
         True if gradients may be settled one by one, and rest elsewhere: their reducer does no more than sum them.
     elsewhere, elsewhere_kept : dict of str to int
@@ -211,6 +214,7 @@ class Part:
     settled: bool = True
     summed: int = 0
     ties: tuple[Tie, ...] = ()
+    first_gathers: int = 0
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -571,8 +575,14 @@ class _Run:
         return Part(
             trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
             block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers,
         )  # fmt: skip
+
+    @property
+    def first_gathers(self) -> int:
+        """The gathers with which a forward pass begins."""
+        gatherer = next((p.storage.gatherer for p in self.parameters), None)
+        return gatherer.first_gathers if isinstance(gatherer, WeightGatherer) else 0
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""

@@ -41,7 +41,7 @@ from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS
 from parlinalg.train.config import TensorConfig, load
 from parlinalg.train.mesh import resolve
-from parlinalg.units import parse_bytes
+from parlinalg.units import format_bytes, parse_bytes
 from tests.launching import launch
 
 pytestmark = pytest.mark.serial
@@ -682,6 +682,8 @@ def test_the_least_memory_that_is_named_does(many, monkeypatch):
     assert named
     made = pla.plan_training({**given, **form}, ranks=4, machine="a100", memory=named[1])
     assert made.best[0].bytes <= parse_bytes(named[1])
+    if made.proven:
+        assert named[1] == format_bytes(min(p.bytes for p in made.best), up=True)
     assert len({p.candidate for p in made.best}) == len(made.best)
 
 

@@ -40,6 +40,8 @@ FORMS: dict[str, dict[str, Any]] = {  # of 4 ranks
     "chimera": {"pipeline": 4, "schedule": {"name": "chimera", "microbatches": 8}},
     "chimera, an odd number": {"pipeline": 4, "batch_size": 12, "schedule": {"name": "chimera", "microbatches": 3}},
     "16 bits": {"pipeline": 2, "data": 2, "precision": "bfloat16", "schedule": {"name": "1f1b", "microbatches": 4}},
+    "1f1b, ZeRO 3": {"data": 2, "pipeline": 2, "zero": 3, "schedule": {"name": "1f1b", "microbatches": 4}},
+    "zb-v, ZeRO 3": {"data": 2, "pipeline": 2, "zero": 3, "schedule": {"name": "zb-v", "microbatches": 2}},
     "data, ZeRO 2": {"data": 4, "zero": 2},
     "2D": {"tensor": {"mode": "2d", "shape": (2, 2)}},
     "ring × Ulysses": {"sequence": {"size": 4, "ulysses": 2}},
