@@ -171,6 +171,9 @@ class Part:
     pending : int
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
+    pending_away : int
+        Bytes of `pending` that are put away where the activations of blocks are offloaded: what the gradients of
+        weights take and those of inputs do not stays away, and the rest of `away` is done with.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
@@ -215,6 +218,7 @@ class Part:
     summed: int = 0
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
+    pending_away: int = 0
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -294,7 +298,7 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            kept, pending = kept - self.away, max(0, pending - self.away)  # it comes back when it is needed
+            kept, pending = kept - self.away, max(0, pending - self.pending_away)  # it comes back when it is needed
         if (place := places.get("parameters")) is not None:
             rest[place] += weights + terms
             weights, held = 0, held - terms
@@ -548,7 +552,7 @@ class _Run:
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
-        gradients = states = away = block = pending = 0
+        gradients = states = away = block = pending = pending_away = 0
         change = update_for(self.config, self.optimizer)
         held = world.device.held
         if update:  # a first step makes what later ones hold
@@ -571,11 +575,11 @@ class _Run:
         peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         if not (update and self.alone):
-            pending = self.deferring(rows, given)
+            pending, pending_away = self.deferring(rows, given)
         return Part(
             trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
             block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers,
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, pending_away,
         )  # fmt: skip
 
     @property
@@ -592,14 +596,20 @@ class _Run:
 
     def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
         """Run a microbatch, and return what of its activations could be offloaded, and the most of one block."""
+        with self.probe() as probe:
+            self.microbatch(rows, given, sync=False, probe=probe)
+            return self.away, 0 if probe is None else probe.block
+
+    @contextmanager
+    def probe(self) -> Iterator[ActivationProbe | None]:
+        """Count what of the activations of the blocks could be offloaded, if there are any."""
         if not self.blocks:
-            self.microbatch(rows, given, sync=False)
-            return 0, 0
+            yield None
+            return
         kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
         with kind(self.parameters) as probe:
             probe.place(self.blocks)
-            self.microbatch(rows, given, sync=False, probe=probe)
-            return self.away, probe.block
+            yield probe
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -628,8 +638,15 @@ class _Run:
                     backward_of([root])
         return kept
 
-    def deferring(self, rows: int, given: Between | None) -> int:
-        """Run a microbatch whose gradients of weights come last; return the bytes that are kept until then."""
+    def deferring(self, rows: int, given: Between | None) -> tuple[int, int]:
+        """Return the bytes that a microbatch keeps whose gradients of weights come last, until then, and of them those
+        that could be offloaded."""
+        pending, _ = self.deferred(rows, given, None)
+        with self.probe() as probe:
+            return pending, 0 if probe is None else self.deferred(rows, given, probe)[1]
+
+    def deferred(self, rows: int, given: Between | None, probe: ActivationProbe | None) -> tuple[int, int]:
+        """Run a microbatch whose gradients of weights come last."""
         targets, held = self._targets(rows), self.world.device.held
         x = self._given(rows, given)
         with self._training(), no_sync():
@@ -644,8 +661,9 @@ class _Run:
             unit.input_gradients()
             grads.clear()
             pending = max(0, self.world.device.held - held)
+            away = 0 if probe is None else probe.nbytes
             unit.parameters()
-        return pending
+        return pending, away
 
     @contextmanager
     def _training(self) -> Iterator[None]:
