@@ -63,7 +63,7 @@ def test_bounds_of_time_are_near_a_step_of_large_products(form):
 
 
 @pytest.mark.parametrize(
-    "figures", [{"ranks_per_node": 1, "network": 1e6}, {"ranks_per_node": 2, "network": 1e2}], ids=str
+    "figures", [{"ranks_per_node": 1, "network": 1e6}, {"ranks_per_node": 2, "network": 2e3}], ids=str
 )
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 2), ("1f1b", 4), ("zb-h1", 2)])
 def test_bounds_of_time_count_slow_messages(schedule, microbatches, figures):

@@ -830,11 +830,11 @@ def test_messages_and_tiles_on_their_way_are_memory():
 
 
 def pipeline_step(
-    world: Any, schedule: str, recompute: str | None, outputs: bool = False, **sizes: int
+    world: Any, schedule: str, recompute: str | None, outputs: bool = False, offload: Any = None, **sizes: int
 ) -> Callable[[], None]:  # fmt: skip
     """Return a GPT's step in a pipeline over all ranks, as a program of the user's makes it."""
     config = {"parallel": {"pipeline": world.comm.size}, "schedule": {"name": schedule, "microbatches": 8}}
-    mesh = pla.launch({**config, "batch_size": 32}, world.comm, "auto")
+    mesh = pla.launch({**config, "batch_size": 32, "offload": offload or {}}, world.comm, "auto")
     model = nn.GPT(**{**DEEP, **sizes}, recompute=recompute, dtype="float32", scheme=mesh.scheme, grid=mesh.grid)
     engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
     samples = np.zeros((32, 64), np.int64), np.zeros((32, 64), np.int64)
@@ -886,6 +886,29 @@ def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute, vocabul
         assert Bounds(predictor.model).within(whole.candidate, 1 << 40)[1] <= whole.bytes, away
     assert whole.host
     assert later or whole.bytes < peak
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("zb-h1", None), ("zb-v", "attention")])
+def test_offloaded_activations_of_late_gradients_are_held_as_by_the_program(schedule, recompute):
+    """What gradients of weights take stays away until then, and no more of what was put away is subtracted."""
+
+    def program(world: Any) -> int:
+        step = pipeline_step(world, schedule, recompute, offload={"activations": "host"})
+        for _ in range(2):
+            step()
+            world.reset_peak()
+        step()
+        return int(world.peak_memory)
+
+    peak = max(pla.imagine_together(program, 2, what_if=pla.WhatIf(), target="gpu").values())
+    model = {"name": "gpt", **DEEP, "recompute": recompute}
+    predictor = _predictor(model, 2, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(1, 2, microbatches=8, schedule=schedule), recompute=recompute)
+    found = predictor.full(replace(c, offload=_away(["activations"])))
+    part = predictor.model.stages(c, predictor.model.mesh(c))[-1]
+    moving = in_transit(["activations"], 0, 0, 0, part.away, part.block, 0)  # the program copies while it waits
+    assert peak <= found.bytes
+    assert found.bytes - moving == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
