@@ -255,8 +255,8 @@ class WeightGatherer:
 def dropped(passes: Sequence[tuple[bool, int]]) -> Counter[tuple[bool, int]]:
     """Return how often a step starts the gathers of a pass's first block in vain.  Pure.
 
-    In the last block of a pass those of the pass start that came next the last time, unless that was a forward pass
-    after a backward pass.  A pipeline's order may have another one next.
+    While a pass is in its last block, the gathers of the pass start that followed it the last time; none do if that was
+    a forward pass after a backward pass.  Where another pass is next in a pipeline's order, they are dropped.
 
     Parameters
     ----------
