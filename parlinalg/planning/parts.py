@@ -646,7 +646,7 @@ class _Run:
             return pending, 0 if probe is None else self.deferred(rows, given, probe)[1]
 
     def deferred(self, rows: int, given: Between | None, probe: ActivationProbe | None) -> tuple[int, int]:
-        """Run a microbatch whose gradients of weights come last; return what it keeps, and what the probe counts of it."""
+        """Run a microbatch whose gradients of weights come last; return what it keeps, and the probe counts."""
         targets, held = self._targets(rows), self.world.device.held
         x = self._given(rows, given)
         with self._training(), no_sync():
