@@ -278,7 +278,7 @@ def dropped(passes: Sequence[tuple[bool, int]]) -> Counter[tuple[bool, int]]:
             if (before := passes[i - 1] if step or i else None) is None:
                 continue
             if step == 2 and (goal := then.get(before)) not in (None, one):
-                found[goal] += 1  # type: ignore[index]
+                found[goal] += 1
             then[before] = None if before[0] and not one[0] else one
     return found
 
