@@ -890,6 +890,7 @@ def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute, vocabul
     assert later or whole.bytes < peak
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("schedule", "recompute"), [("zb-h1", None), ("zb-v", "attention")])
 def test_offloaded_activations_of_late_gradients_are_held_as_by_the_program(schedule, recompute):
     """What gradients of weights take stays away until then, and no more of what was put away is subtracted."""
