@@ -22,7 +22,7 @@ from parlinalg.array.rows import by_owner, store, trade
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.kernels.rows import running_sum
-from parlinalg.backend.shapes import has_values
+from parlinalg.backend.shapes import has_values, values_needed
 from parlinalg.exchange import exchange, meet, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths
@@ -58,6 +58,8 @@ def balanced(rows: Block, grid: Grid, axes: Cut, rest: Layout, shape: tuple[int,
         Any number of rows, each this rank's part of `shape` in the layout `rest`.
     """
     comm = grid.comm(used(grid, axes)) if grid.inside else None
+    if comm is not None and comm.size > 1 and not grid.backend.values:
+        raise values_needed("the number of elements that each rank chooses along a dim that is cut")
     counts = np.zeros(1 if comm is None else comm.size, np.int64)
     if comm is not None:
         comm.all_gather(np.array([rows.shape[0]], np.int64), counts, [1] * comm.size)
@@ -177,6 +179,8 @@ def sort_line(
 ) -> tuple[Block, Block]:
     """Return this rank's part of a sorted line, in pieces of these lengths, and with `index` where elements were."""
     xp, backend = grid.backend.xp, grid.backend
+    if comm.size > 1 and not backend.values:
+        raise values_needed("a sort along a dim that is cut")
     begins = np.cumsum([0, *lengths])
     n, me = int(begins[-1]), comm.rank
     bounds = n - begins[::-1] if descending else begins

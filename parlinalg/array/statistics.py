@@ -24,6 +24,7 @@ from parlinalg.array.sorting import gathered, searchsorted, used
 from parlinalg.array.ufuncs import operand
 from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.shapes import has_values, values_needed
 from parlinalg.layout import Layout, cut_lengths
 from parlinalg.redistribute import redistribute
 
@@ -64,9 +65,11 @@ def selected(
         others = [() if d in dims else c for d, c in enumerate(a.layout.dims)]
         a = a.redistribute(spread([0 if d in dims else m for d, m in enumerate(a.shape)], cut, others))
         cut = ()
+    if cut and not grid.backend.values:
+        raise values_needed("a median or quantile over a dim that is cut")
     layout, shape = Layout(*(a.layout.dims[d] for d in rest)), tuple(a.shape[d] for d in rest)
     held, wide = grid.block_shape(layout, shape), Layout(None, *layout.dims)
-    if not grid.inside:
+    if not grid.inside or not has_values(a.block):
         empty = grid.backend.zeros(grid.block_shape(wide, (wanted, *shape)), a.dtype)
         return a.like(empty, wide, (wanted, *shape)), a.like(grid.backend.zeros(held, np.int64), layout, shape)
     keys = a.block.transpose((*rest, *dims)).reshape((math.prod(held), -1 if a.block.size else 0)).copy()
@@ -266,7 +269,7 @@ def quantile(
             step = high - low
             block = a.xp.where(t >= 0.5, high - step * (1 - t), low + step * t).astype(kind, copy=False)
         block = a.xp.where(a.xp.asarray(low == high), low, block)
-    found = values.like(a.xp.asarray(block), values.layout, (len(flat), *values.shape[1:]))
+    found = values.like(a.grid.backend.xp.asarray(block), values.layout, (len(flat), *values.shape[1:]))
     shape = tuple(1 if d in dims else m for d, m in enumerate(a.shape)) if keepdims else found.shape[1:]
     return reshape(found, (*given.shape, *shape))
 

@@ -8,6 +8,7 @@ the order is recorded as in Zhao et al., "PyTorch FSDP", 2023).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -160,6 +161,11 @@ class WeightGatherer:
         return found
 
     @property
+    def first_gathers(self) -> int:
+        """The gathers that the first block of a forward pass asks for, after a backward pass, as far as it is known."""
+        return next((len(set(v.wants)) for at, v in self.known.items() if not at.backward and at.before < 0), 0)
+
+    @property
     def transient_bytes(self) -> int:
         """The most bytes that a pass takes: two layers' gathered weights, one layer's gradients on their way to where
         they are stored, and the parts of them that arrive.
@@ -244,6 +250,37 @@ class WeightGatherer:
 
     def _nbytes(self, want: Want) -> int:
         return largest(self.parameters[want.number], want.work)
+
+
+def dropped(passes: Sequence[tuple[bool, int]]) -> Counter[tuple[bool, int]]:
+    """Return how often a step starts the gathers of a pass's first block in vain.  Pure.
+
+    While a pass is in its last block, the gathers of the pass start that followed it the last time; none do if that was
+    a forward pass after a backward pass.  Where another pass is next in a pipeline's order, they are dropped.
+
+    Parameters
+    ----------
+    passes : sequence of (bool, int)
+        Those of a rank in a step, in their order: True for a backward pass, and the number of its chunk.
+
+    Examples
+    --------
+    >>> forward, backward = (False, 0), (True, 0)
+    >>> dropped([forward, backward] * 3)
+    Counter()
+    >>> dropped([forward, forward, backward, backward])
+    Counter({(True, 0): 2, (False, 0): 1})
+    """
+    then: dict[tuple[bool, int], tuple[bool, int] | None] = {}
+    found: Counter[tuple[bool, int]] = Counter()
+    for step in range(3):
+        for i, one in enumerate(passes):
+            if (before := passes[i - 1] if step or i else None) is None:
+                continue
+            if step == 2 and (goal := then.get(before)) not in (None, one):
+                found[goal] += 1
+            then[before] = None if before[0] and not one[0] else one
+    return found
 
 
 def _blocks(model: Module) -> list[tuple[Module, ...]]:

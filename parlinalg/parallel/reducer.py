@@ -26,6 +26,7 @@ from parlinalg.parallel.buckets import (
     MIB,
     MOST_IN_FLIGHT,
     Bucket,
+    Load,
     Slot,
     bucket_load,
     floats,
@@ -70,6 +71,10 @@ class GradientReducer:
     dtype : dtype or str, optional
         What gradients travel in: "float16", "bfloat16", "float32" or "float64"; by default their own dtype.  Sums of 16
         bits are formed in 32.
+    chunks : iterable of iterables of Parameter
+        Where each backward pass reaches some of the parameters, as in a pipeline whose ranks have several chunks of the
+        model: those of each pass.  Parameters that different passes reach have no bucket in common, whose other
+        gradients ZeRO-2 would reduce-scatter as zeros.
 
     Raises
     ------
@@ -89,7 +94,7 @@ class GradientReducer:
 
     def __init__(
         self, parameters: Iterable[Parameter], handlers: Iterable[Handler] | None = None, first_bucket: int = MIB,
-        bucket: int = 25 * MIB, dtype: Any = None,
+        bucket: int = 25 * MIB, dtype: Any = None, chunks: Iterable[Iterable[Parameter]] = (),
     ) -> None:  # fmt: skip
         self.parameters = [p for p in distinct(parameters) if p.requires_grad]
         self.handlers = tuple(handlers or ())
@@ -101,6 +106,11 @@ class GradientReducer:
             if p.reducer is not None:
                 raise ConfigError(f"parameter {p.name!r} has a gradient reducer already; detach() that one first")
         self._policies = {id(p): policy_of(self.handlers, p.name, p.layout, p.grid.sizes) for p in self.parameters}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+        """For each parameter the chunks that have it."""
+        for number, chunk in enumerate(chunks):
+            for p in distinct(chunk):
+                self._chunks[id(p)] = (*self._chunks.get(id(p), ()), number)
         self.buckets: list[Bucket] = []
         self._axes: dict[int, Cut] = {}
         """For each parameter the axes over which its gradient has been partial."""
@@ -135,8 +145,17 @@ class GradientReducer:
         def key(p: Parameter) -> tuple[Any, Cut]:
             return self._key(p), p.layout.cut_axes
 
-        groups = in_order(self.parameters[::-1], key, largest, *self.limits)
-        return transient_bytes(bucket_load(key(g[0]), g, self._policies[id(g[0])], self.dtype) for g in groups)
+        loads: list[tuple[tuple[int, ...], Load]] = []
+        for group in in_order(self.parameters[::-1], key, largest, *self.limits):
+            first = group[0]
+            load = bucket_load(key(first), group, self._policies[id(first)], self.dtype)
+            loads.append((self._chunks.get(id(first), ()), load))
+
+        def reached(by: int) -> Iterable[Load]:
+            return (load if by in chunks or not chunks else load._replace(transient=0) for chunks, load in loads)
+
+        passes = {number for chunks, _ in loads for number in chunks} or {0}
+        return max(transient_bytes(reached(number)) for number in passes)
 
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:
@@ -364,10 +383,10 @@ class GradientReducer:
     def _scatters(self) -> bool:
         return any(each.scatter for each in self._policies.values())
 
-    def _key(self, p: Parameter) -> tuple[int, str, ReductionPolicy, Cut]:
+    def _key(self, p: Parameter) -> tuple[int, str, ReductionPolicy, Cut, tuple[int, ...]]:
         """Return the key that the parameters of a bucket have in common."""
         axes = p.layout.cut_axes if self._scatters else self._axes.get(id(p), ())
-        return id(p.grid), p.dtype.str, self._policies[id(p)], axes
+        return id(p.grid), p.dtype.str, self._policies[id(p)], axes, self._chunks.get(id(p), ())
 
     def _make_buckets(self, *, fill: bool = False) -> None:
         """Places for all gradients; those that have one move when the next is added to them, or, with `fill`, those

@@ -36,7 +36,8 @@ from parlinalg.nn.layer import Layer, layers_of
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim.flat import states_of
-from parlinalg.parallel.reducer import replaceable
+from parlinalg.parallel.gatherer import WeightGatherer
+from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.run import InFlight
 from parlinalg.pipeline.topology import PipelineTopology
@@ -170,6 +171,9 @@ class Part:
     pending : int
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
+    pending_away : int
+        Bytes of `pending` that are put away where the activations of blocks are offloaded: what the gradients of
+        weights take and those of inputs do not stays away, and the rest of `away` is done with.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
@@ -187,6 +191,8 @@ class Part:
     ties : tuple of Tie
         For each parameter that several layers of the model hold, in the order of `tied`, its bytes; zeros if none of
         these layers is here.
+    first_gathers : int
+        Of weights that are gathered ahead of use: the gathers with which a forward pass begins.
     settled : bool
         True if gradients may be settled one by one, and rest elsewhere: their reducer does no more than sum them.
     elsewhere, elsewhere_kept : dict of str to int
@@ -211,6 +217,8 @@ class Part:
     settled: bool = True
     summed: int = 0
     ties: tuple[Tie, ...] = ()
+    first_gathers: int = 0
+    pending_away: int = 0
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -290,7 +298,7 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            kept, pending = kept - self.away, max(0, pending - self.away)  # it comes back when it is needed
+            kept, pending = kept - self.away, max(0, pending - self.pending_away)  # it comes back when it is needed
         if (place := places.get("parameters")) is not None:
             rest[place] += weights + terms
             weights, held = 0, held - terms
@@ -434,7 +442,7 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True,
+    update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -457,6 +465,10 @@ def trace_part(
         As of `imagine`.
     update : bool
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
+    shared : frozenset of int
+        The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
+    left : frozenset of int
+        Of these the ones that the rank reduces and updates with the other stage.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -469,7 +481,8 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        return _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every)).part(rows, given, update)
+        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left)
+        return run.part(rows, given, update)
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
@@ -492,12 +505,23 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     return Mesh(grid, config, spec, topology)
 
 
+class _Layers(ModuleList):
+    """The modules of layers, of which weights are gathered layer by layer, as those of the whole model."""
+
+    def __init__(self, modules: Iterable[Module], layers: Sequence[Layer]) -> None:
+        super().__init__(modules)
+        self._listed = tuple(layers)
+
+    def layers(self) -> list[Layer]:
+        return list(self._listed)
+
+
 class _Run:
     """Layers on the grid of one rank."""
 
     def __init__(
         self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
-        first: bool, last: bool,
+        first: bool, last: bool, shared: frozenset[int], left: frozenset[int],
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
         self.first, self.last, self.grid = first, last, mesh.grid
@@ -506,10 +530,16 @@ class _Run:
         before = world.device.held
         model.initialize(config.seed, only=list(modules.values()))
         own = list({id(m): m for layer in layers for m in layer.modules}.values())
-        self.held: Module = ModuleList(own)
+        self.held: Module = _Layers(own, layers)
         self.parameters = list(self.held.parameters())
-        self.reducer = reducer_for(config, mesh.grid, self.held) if self.parameters else None
-        self.optimizer = optimizer_for(config, None, self.parameters, model, mesh.grid)
+        self.ties = [p for p, _ in tied(_layers(model))]
+        self.left = [p for p in self.parameters if any(p is self.ties[i] for i in left)]
+        self.updated = [p for p in self.parameters if all(p is not other for other in self.left)]
+        chunks = [self.updated, [p for p in self.updated if any(p is self.ties[i] for i in shared)]]
+        self.reducer = reducer_for(config, mesh.grid, self.held, chunks) if self.updated else None
+        if self.left and self.reducer is not None:
+            GradientReducer(self.left, self.reducer.handlers, dtype=self.reducer.dtype)
+        self.optimizer = optimizer_for(config, None, self.updated, model, mesh.grid)
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None
@@ -522,7 +552,7 @@ class _Run:
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
-        gradients = states = away = block = pending = 0
+        gradients = states = away = block = pending = pending_away = 0
         change = update_for(self.config, self.optimizer)
         held = world.device.held
         if update:  # a first step makes what later ones hold
@@ -543,36 +573,49 @@ class _Run:
                     with span("update"):
                         change(True, 1.0)
         peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
+        own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         if not (update and self.alone):
-            pending = self.deferring(rows, given)
+            pending, pending_away = self.deferring(rows, given)
         return Part(
             trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
             block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p, _ in tied(_layers(self.model))),
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, pending_away,
         )  # fmt: skip
+
+    @property
+    def first_gathers(self) -> int:
+        """The gathers with which a forward pass begins."""
+        gatherer = next((p.storage.gatherer for p in self.parameters), None)
+        return gatherer.first_gathers if isinstance(gatherer, WeightGatherer) else 0
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""
         master = self.optimizer.flat.master
-        bare = [p for p in self.parameters if not states_of(p.dtype, master)[1]]
+        bare = [p for p in self.updated if not states_of(p.dtype, master)[1]]
         return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
     def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
         """Run a microbatch, and return what of its activations could be offloaded, and the most of one block."""
+        with self.probe() as probe:
+            self.microbatch(rows, given, sync=False, probe=probe)
+            return self.away, 0 if probe is None else probe.block
+
+    @contextmanager
+    def probe(self) -> Iterator[ActivationProbe | None]:
+        """Count what of the activations of the blocks could be offloaded, if there are any."""
         if not self.blocks:
-            self.microbatch(rows, given, sync=False)
-            return 0, 0
+            yield None
+            return
         kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
         with kind(self.parameters) as probe:
             probe.place(self.blocks)
-            self.microbatch(rows, given, sync=False, probe=probe)
-            return self.away, probe.block
+            yield probe
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
         if self.reducer is not None:
             self.reducer.settle()
-        settle(self.parameters)
+        settle(self.updated)
 
     def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
@@ -595,8 +638,15 @@ class _Run:
                     backward_of([root])
         return kept
 
-    def deferring(self, rows: int, given: Between | None) -> int:
-        """Run a microbatch whose gradients of weights come last; return the bytes that are kept until then."""
+    def deferring(self, rows: int, given: Between | None) -> tuple[int, int]:
+        """Return the bytes that a microbatch keeps whose gradients of weights come last, until then, and of them those
+        that could be offloaded."""
+        pending, _ = self.deferred(rows, given, None)
+        with self.probe() as probe:
+            return pending, 0 if probe is None else self.deferred(rows, given, probe)[1]
+
+    def deferred(self, rows: int, given: Between | None, probe: ActivationProbe | None) -> tuple[int, int]:
+        """Run a microbatch whose gradients of weights come last; return what it keeps, and the probe counts."""
         targets, held = self._targets(rows), self.world.device.held
         x = self._given(rows, given)
         with self._training(), no_sync():
@@ -611,8 +661,9 @@ class _Run:
             unit.input_gradients()
             grads.clear()
             pending = max(0, self.world.device.held - held)
+            away = 0 if probe is None else probe.nbytes
             unit.parameters()
-        return pending
+        return pending, away
 
     @contextmanager
     def _training(self) -> Iterator[None]:

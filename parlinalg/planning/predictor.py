@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from parlinalg.parallel.gatherer import dropped
 from parlinalg.pipeline.run import AHEAD
-from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.parts import Between, Part, on_their_way
@@ -23,6 +24,7 @@ from parlinalg.units import ITEMSIZE
 LONG = 12  # equal layers of a stage beyond which two traces, of a few of them and of some more, stand for all:
 FEW, FEW_BESIDE = (4, 6), (6, 10)  # their layers; where reductions or gathers go on beside the passes
 HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done however few they are, and their layers
+PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they gather weights
 RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient")  # of a microbatch
 Figures = dict[str, float]
@@ -160,14 +162,15 @@ class Predictor:
         stages: list[Figures] = []
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
+        ties = model.ties_of_stages(c, spec)
         for s, (a, b) in enumerate(model.cuts(spec)):
-            key = tuple(keys[a:b]), given
+            key = tuple(keys[a:b]), given, *ties[s].values()
             if key not in known:
                 first, last = longest_run(keys, (a, b))
                 holder = 0 if spec.schedule is None else spec.schedule.holder(s)
                 figures = []
                 for few in counts if last - first > counts[-1] else (last - first,):
-                    part = model.whole(c, layers=(a, b), skip=(first + few, last), given=given, stage=holder)
+                    part = model.whole(c, layers=(a, b), skip=(first + few, last), given=given, stage=holder, **ties[s])
                     figures.append(self._offloading_figures(part, c, apart=c.microbatches == 1))
                 known[key] = _line(figures, counts, last - first), part.output
             figure, given = known[key]
@@ -286,6 +289,17 @@ class Predictor:
                 apart = self._across_nodes(spec.places[r][0] for r in (rank, peer))
                 found = found.plus(times * output["message words"], times * output["message"], apart)
         return found
+
+    def _dropped(self, schedule: Schedule, rank: int, parts: Sequence[Part]) -> Moved:
+        """Return what a pipeline rank receives of weights that it gathers ahead and another pass comes next."""
+        passes = [(i.op is not Op.FORWARD, i.chunk) for i in schedule.orders[rank] if i.op in PASSES]
+        found = []
+        for (backward, chunk), times in dropped(passes).items():
+            part = parts[schedule.chunks[rank][chunk].stage]
+            forward = _starts(part.span("forward"))
+            ahead = {id(e) for e in _starts(part.span("backward"))}  # those that it awaits and the forward pass started
+            found.append((times, [e for e in forward if id(e) in ahead] if backward else forward[: part.first_gathers]))
+        return self._moved(found)
 
     # -------------------------------------------------------------------------------------------- figures
     def _offloading_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
@@ -412,7 +426,7 @@ class Predictor:
             after = self._moved([(1, _starts(reduce[rank], step[rank]))])
             times = zip(_passes(schedule, rank, c.microbatches), chunks, strict=True)
             every = [Moved(*(n * x for x in in_pass[k.stage])) for n, k in times]
-            every += [after, self._received(c, spec, schedule, rank, figures)]
+            every += [after, self._received(c, spec, schedule, rank, figures), self._dropped(schedule, rank, parts)]
             moved.append(Moved(*map(sum, zip(*every, strict=True))))
         return self._planned(c, made.seconds, held, max(moved), made.bubble, dict(made.shares()))
 
@@ -629,7 +643,8 @@ def _summed(like: Trace, ranks: tuple[int, ...], nbytes: float, dtype: str) -> T
 
 
 def _starts(*traces: Trace) -> list[Start]:
-    return [e for trace in traces for e in trace.events if isinstance(e, Start)]
+    """Return what starts in the spans of a trace, once: a span begins with what it waits for of those before."""
+    return list({id(e): e for trace in traces for e in trace.events if isinstance(e, Start)}.values())
 
 
 def _memory(weights: int, gradients: int, states: int, activations: int, buffers: int) -> dict[str, int]:

@@ -362,14 +362,35 @@ class TracedModel:
         parts: list[Part] = []
         given: Between | None = None
         known: dict[Any, Part] = {}
+        ties = self.ties_of_stages(c, spec)
         for s, (a, b) in enumerate(self.cuts(spec)):
-            key = (tuple(keys[a:b]), given)
+            key = (tuple(keys[a:b]), given, *ties[s].values())
             if key not in known:
-                part = self.whole(c, layers=(a, b), given=given, stage=spec.schedule.holder(s))
+                part = self.whole(c, layers=(a, b), given=given, stage=spec.schedule.holder(s), **ties[s])
                 known[key] = self.offloading(part, c)
             parts.append(known[key])
             given = known[key].output
         return parts
+
+    def ties_of_stages(self, c: Candidate, spec: MeshSpec) -> list[dict[str, frozenset[int]]]:
+        """Return for each stage which of the tied parameters the stages of one rank share, as `trace_part` takes it.
+
+        The first of them reduces and updates them.  Of stages on ranks of their own nothing is said.
+        """
+        schedule, cuts = spec.schedule, self.cuts(spec)
+        if schedule is None:
+            return [{}]
+        on_rank = [{k.stage for k in chunks} for chunks in schedule.chunks]
+        found: list[dict[str, frozenset[int]]] = []
+        for s in range(schedule.stages):
+            shared, left = set(), set()
+            for i, layers in enumerate(self.ties(c.dtype)):
+                held = {n for n, (a, b) in enumerate(cuts) if any(a <= layer < b for layer in layers)}
+                mates = {n for stages in on_rank if s in stages for n in stages & held} - {s} if s in held else set()
+                shared |= {i} if mates else set()
+                left |= {i} if any(n < s for n in mates) else set()
+            found.append({"shared": frozenset(shared), "left": frozenset(left)} if shared else {})
+        return found
 
     # -------------------------------------------------------------------------------------------- times
     def timed(self, trace: Trace, pending: bool = False, quick: bool = False) -> Timeline:

@@ -25,6 +25,7 @@ from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.handlers import Handler, ZeRO
 from parlinalg.parallel.precision import LossScaler, Unscaled
 from parlinalg.parallel.reducer import GradientReducer
+from parlinalg.pipeline.model import PipelineModel
 from parlinalg.train.choices import make_criterion, make_optimizer, make_scheduler
 from parlinalg.train.config import LossScaleConfig, ParallelConfig, TrainingConfig, load
 from parlinalg.train.engine import Engine
@@ -322,13 +323,21 @@ def _idle(handler: Handler, sizes: Mapping[str, int]) -> bool:
     return set(axes) <= set(OUTER_AXES) and not set(axes) & set(sizes)
 
 
-def reducer_for(config: TrainingConfig, grid: Grid, model: Module) -> GradientReducer:
-    """Return the reducer of the gradients, which with ZeRO shards the parameters."""
+def reducer_for(
+    config: TrainingConfig, grid: Grid, model: Module, chunks: Sequence[Sequence[Parameter]] = ()
+) -> GradientReducer:
+    """Return the reducer of the gradients, which with ZeRO shards the parameters.
+
+    `chunks` has the parameters that it takes, as of `GradientReducer`; by default all, by a pipeline's chunks.
+    """
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
     if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1:
         WeightGatherer(model, axes=DATA, accumulate=config.zero.accumulate)
-    return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
+    parameters = [p for own in chunks for p in own] or list(model.parameters())
+    if not chunks and isinstance(model, PipelineModel):
+        chunks = [list(own.parameters()) for own in model.chunks]
+    return GradientReducer(parameters, handlers, dtype=config.precision.communicate, chunks=chunks)
 
 
 def _scaler(config: TrainingConfig) -> Unscaled:

@@ -119,7 +119,8 @@ class Pipeline:
         self.model = split(model_on(scheme, mesh.grid, layers, **options), mesh.topology, schedule, partition)
         self.model.initialize(5)
         handlers = [ZeRO(zero, "data", accumulate)] if zero else []
-        self.reducer = GradientReducer(self.model.parameters(), handlers, first_bucket=2000, bucket=4000)
+        chunks = [chunk.parameters() for chunk in self.model.chunks]
+        self.reducer = GradientReducer(self.model.parameters(), handlers, 2000, 4000, chunks=chunks)
         self.gatherer = WeightGatherer(self.model, accumulate=accumulate) if zero == 3 else None
         self.worker = Worker(self.model, schedule, self.reducer)
         self.optimizer = AdamW(self.model.parameters(), 0.01)

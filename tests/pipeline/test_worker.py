@@ -267,16 +267,19 @@ def test_sums_start_in_the_last_backward_pass(name: str, zero: int, world: Any, 
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("limit", [1, 1 << 20])
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
-def test_what_is_reduce_scattered_is_not_once_more(name: str, world: Any, backend: str) -> None:
-    """With ZeRO-2 each microbatch's gradients are, once: the last pass adds nothing for a rank's other chunks."""
+def test_what_is_reduce_scattered_is_not_once_more(name: str, limit: int, world: Any, backend: str) -> None:
+    """With ZeRO-2 each microbatch's gradients are, once: no pass sends zeros for a rank's other chunks."""
     model = {"tie_word_embeddings": False}
     with pipeline(world, backend, name, {"pipeline": 2, "data": 2}, 4, LAYERS, zero=2, **model) as p:
         p.reducer.detach()
-        p.worker.reducer = reducer = GradientReducer(p.model.parameters(), [ZeRO(2)], first_bucket=1, bucket=1)
+        chunks = [chunk.parameters() for chunk in p.model.chunks]
+        p.worker.reducer = reducer = GradientReducer(p.model.parameters(), [ZeRO(2)], limit, limit, chunks=chunks)
         p.step(0)
         with ledger(p.mesh.grid) as book:
             p.worker.step(p.batches(1), p.work, 1, 1.0)
+        assert len(reducer.buckets) == (len(chunks) if limit > 1 else len(reducer.parameters))
         key, mine = ("reduce_scatter", ("data",)), p.mesh.grid.coords["data"]
         assert book.calls[key] == 4 * len(reducer.buckets)
         assert book.words[key] == 4 * sum(b.size - len(piece(b.size, 2, mine)) for b in reducer.buckets)

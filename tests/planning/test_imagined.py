@@ -185,6 +185,10 @@ def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes, monkey
             function(b)
         for each in (b // 3.0, pla.isclose(a, a.T), pla.expm1(b * 1j), pla.convolve(b[:, 0], b[:, 1])):
             each.sum()
+        counts = pla.distribute(np.arange(45 * 7).reshape(45, 7) % 17, grid, pla.Layout("r", "c"))
+        for x in (b, counts):  # along a dim that is cut, where the lines are moved to lie whole
+            pla.median(x, axis=0)
+            pla.quantile(x, [0.2, 0.5], axis=1)
 
     grid = dict(zip("rc", sizes if world.size == 4 else (world.size, 1), strict=True))
     both(world, grid, program, what_if=pla.WhatIf())
@@ -545,6 +549,25 @@ def test_values_are_refused_by_name_and_line():
         loss_of(model).backward()
         with pytest.raises(pla.ValuesNeeded, match="norm of the gradients"):
             clip_gradient_norm(model.parameters(), 1.0)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sort", "a sort along a dim that is cut"), ("argsort", "a sort along a dim that is cut"),
+        ("unique_values", "a sort along a dim that is cut"), ("unique_all", "a sort along a dim that is cut"),
+        ("median", "a median or quantile over a dim that is cut"),
+        ("nonzero", r"the number of elements that each rank chooses|int\(\) of an array"),
+    ],
+)  # fmt: skip
+def test_what_values_of_other_ranks_decide_is_refused(name, text, dtype):
+    """Whole numbers keep their values, but those of other ranks are not known: no ledger is made up from them."""
+    with pla.imagine(4):
+        line = pla.ones((40,), pla.Grid({"r": 4}), pla.Layout("r"), dtype=dtype)
+        with pytest.raises(pla.ValuesNeeded, match=rf"({text}) .*test_imagined\.py:\d+"):
+            getattr(pla, name)(line)
 
 
 @pytest.mark.serial

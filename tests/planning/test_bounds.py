@@ -1,0 +1,119 @@
+"""Bounds of what is planned: below the full plan, and near it where nothing is left out of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from parlinalg.pipeline.schedule import Op
+from parlinalg.pipeline.schedules import make_schedule
+from parlinalg.pipeline.simulate import Dependencies
+from parlinalg.planning import search
+from parlinalg.planning.bounds import Bounds, _activations
+from parlinalg.planning.candidates import Candidate, Space
+from parlinalg.planning.machine import load_machine
+from parlinalg.planning.predictor import Predictor
+from parlinalg.planning.traced_model import TracedModel
+from parlinalg.train.config import TensorConfig, load
+from tests.planning.machines import round_machine
+
+pytestmark = pytest.mark.serial
+
+GPT = {
+    "model": {
+        "name": "gpt", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "recompute": None, "tie_word_embeddings": False,
+    },
+    "data": {"name": "text", "sequence_length": 16}, "dtype": "float32", "batch_size": 8,
+}  # fmt: skip
+WIDE = {
+    "model": {**GPT["model"], "hidden_size": 4096, "num_attention_heads": 32},  # type: ignore[dict-item]
+    "data": {"name": "text", "sequence_length": 64}, "dtype": "float32", "batch_size": 256,
+}  # fmt: skip
+
+
+def predictor(config: dict[str, Any], ranks: int, machine: Any = "v100") -> Predictor:
+    return Predictor(TracedModel(load(config), ranks, load_machine(machine), config["batch_size"]))
+
+
+def candidate(data: int = 1, pipeline: int = 1, tensor: Any = None, **more: Any) -> Candidate:
+    usual = {"zero": 0, "microbatches": 1, "schedule": None, "chunks": None, "recompute": None, "dtype": None}
+    return Candidate(data, pipeline, 1, 1, TensorConfig.parse("tensor", tensor), **(usual | more))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {}, {"microbatches": 2}, {"data": 4}, {"tensor": {"size": 2, "mode": "1d"}},
+        {"pipeline": 2, "schedule": "1f1b", "microbatches": 8}, {"pipeline": 2, "schedule": "gpipe", "microbatches": 8},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bounds_of_time_are_near_a_step_of_large_products(form):
+    """Of wide layers the products take nearly all of a step."""
+    ranks = form.get("data", 1) * form.get("pipeline", 1) * form.get("tensor", {"size": 1})["size"]
+    made, c = predictor(WIDE, ranks), candidate(**form)
+    bounds, full = Bounds(made.model), made.full(c)
+    assert 0.65 * full.seconds < bounds.static_seconds(c) <= bounds.seconds(c) <= full.seconds
+    assert 0.7 * full.seconds < bounds.seconds(c)
+
+
+@pytest.mark.parametrize(
+    "figures", [{"ranks_per_node": 1, "network": 1e6}, {"ranks_per_node": 2, "network": 2e3}], ids=str
+)
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 2), ("1f1b", 4), ("zb-h1", 2)])
+def test_bounds_of_time_count_slow_messages(schedule, microbatches, figures):
+    """Where they take nearly all of a step, be they between nodes or within one."""
+    made = predictor(GPT, 2, round_machine(latency=10.0, **figures))
+    c = candidate(pipeline=2, schedule=schedule, microbatches=microbatches)
+    full = made.full(c).seconds
+    assert 0.9 * full < Bounds(made.model).seconds(c) <= full
+
+
+@pytest.mark.parametrize(
+    ("form", "near"),
+    [
+        *(({"data": 4, "zero": zero}, near) for zero, near in enumerate((0.9, 0.9, 0.7, 0.45))),
+        ({"tensor": {"size": 4, "mode": "1d"}}, 0.9), ({"pipeline": 4, "schedule": "1f1b", "microbatches": 4}, 0.45),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bounds_of_memory_are_near_what_rests(form, near):
+    """Where a step has few rows, what rests takes nearly all of the memory."""
+    bare = replace(load_machine("v100"), host=None, disk=None)  # nothing is offloaded
+    made, c = predictor(WIDE | {"batch_size": 4}, 4, bare), candidate(**form)
+    bounds, full = Bounds(made.model), made.full(c)
+    for least in (bounds.static_memory(c), bounds.within(c, full.bytes)[1]):
+        assert near * full.bytes < least <= full.bytes
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera"])
+def test_activations_are_bounded_by_the_least_that_any_program_holds(schedule):
+    """A chunk may need what it needs while it computes in its forward passes or in its backward ones: of all ways the
+    bound is that which takes the least."""
+    numbers = random.Random(schedule)
+    made = make_schedule(schedule, 2, 4, 2 if schedule == "interleaved" else None)
+    for moments, chunks in zip(Dependencies.of(made).moments, made.chunks, strict=True):
+        for _ in range(20):
+            kept, pending, buffers = ([numbers.randrange(1, 100) for _ in chunks] for _ in range(3))
+            every = [
+                max(m.nbytes(kept, pending) + buffers[m.chunk] * (m.op is needed[m.chunk]) for m in moments)
+                for needed in product((Op.FORWARD, Op.BACKWARD), repeat=len(chunks))
+            ]
+            assert _activations(moments, kept, pending, buffers) == min(every)
+
+
+def test_a_search_beats_the_slowest_of_the_best():
+    """What is not among so many as are asked for is not estimated, and no fewer are enough."""
+    config = GPT | {"parallel": {"tensor": 1, "sequence": 1}}
+    model = predictor(config, 2).model
+    space = Space(load(config), config, 2, 8, model.depth, [""])
+    made = search._Search(model, space, memory=1 << 40, best=3, exhaustive=False)
+    first = made.predictor.estimate(next(iter(space)))
+    for number, (c, seconds) in enumerate(zip(space, (3.0, 1.0, 2.0, 5.0), strict=False)):
+        made.estimated[c] = replace(first, candidate=c, seconds=seconds)
+        assert made._enough() == (float("inf") if number < 2 else 3.0)
