@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -274,6 +275,49 @@ def test_samples_of_dicts_and_tuples(world: Any, backend: str) -> None:
             found.append(losses.found)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-12)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Named(Two):
+    """Takes a named tuple of two arrays, or a dict, and gives a named tuple."""
+
+    def forward(self, x: Any) -> Any:
+        out = super().forward(x if isinstance(x, dict) else {"a": x.a, "b": x.b})
+        return Pair(out, out * 2.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.ranks(1, 2, 4)
+def test_batches_of_named_tuples_mappings_and_lists(parts: int, world: Any, backend: str) -> None:
+    """Named tuples stay what they are, other mappings are dicts, and a list of numbers is an array."""
+    rng = np.random.default_rng(0)
+    whole = [({"a": rng.normal(size=(n, 4)), "b": rng.normal(size=(n, 3))}, rng.integers(0, 5, n)) for n in (5, 3)]
+    samples = [(Pair(*(x[k][i] for k in "ab")), y[i]) for x, y in whole for i in range(len(y))]
+
+    def lists(items: list[Any]) -> Any:
+        return UserDict(zip("ab", map(np.array, zip(*(x for x, _ in items), strict=True)))), [int(y) for _, y in items]
+
+    sources: list[Any] = [
+        whole, [(Pair(**x), y) for x, y in whole], [(UserDict(x), y.tolist()) for x, y in whole],
+        [Pair(OrderedDict(x), y) for x, y in whole], DataLoader(samples, 5, collate_fn=lists),
+    ]  # fmt: skip
+    found = []
+    parallel = {"data": world.size} if world.size < 4 else {"tensor": {"mode": "2d"}}
+    with pla.launch({"dtype": "float64", "parallel": parallel}, world, backend) as mesh:
+        if mesh.size("data") == 1:
+            sources.append(Sharded([(Pair(**x), y) for x, y in whole]))
+        for source in sources:
+            engine, train, _, _ = pla.initialize(
+                Named(mesh), lambda p: AdamW(p, lr=1e-2), lambda output, y: ops.cross_entropy_sum(output.a, y), source
+            )
+            pla.Trainer(engine, pla.NonPipelineSchedule(parts), hooks=[losses := Losses()]).fit(train, 2)  # type: ignore[arg-type]
+            found.append(losses.found)
+    for each in found[1:]:
+        np.testing.assert_allclose(each, found[0], rtol=1e-12)
 
 
 @pytest.mark.ranks(2, 4)
