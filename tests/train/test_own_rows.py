@@ -286,6 +286,8 @@ class Named(Two):
     """Takes a named tuple of two arrays, or a dict, and gives a named tuple."""
 
     def forward(self, x: Any) -> Any:
+        if type(x) is tuple:  # of loaders of own rows
+            x = Pair(*x)
         out = super().forward(x if isinstance(x, dict) else {"a": x.a, "b": x.b})
         return Pair(out, out * 2.0)
 
