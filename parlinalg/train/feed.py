@@ -427,15 +427,15 @@ def grid_of(model: Module) -> Grid:
 def inputs_layout(model: Module, x: Any) -> Layout:
     """Return the layout of a host array of a model's inputs.
 
-    A model may define `ids_layout`, `images_layout` or `input_layout(ndim)`.  Otherwise floating arrays are cut as the
-    residual stream of the scheme of its first part that has one, and integers as ids, which have no features.
+    A model may define `ids_layout`, `images_layout` or `input_layout(ndim)`; of the first two the one that has as many
+    dims as the array.  Otherwise floating arrays are cut as the residual stream of the scheme of its first part that
+    has one, and integers as ids, which have no features.
     """
-    integers = np.asarray(x).dtype.kind in "iub"
-    for name in ("ids_layout", "images_layout"):
-        found = getattr(model, name, None)
-        if isinstance(found, Layout):
-            return found
-    ndim = np.ndim(x)
+    integers, ndim = np.asarray(x).dtype.kind in "iub", np.ndim(x)
+    given = (getattr(model, name, None) for name in ("ids_layout", "images_layout"))
+    known = [found for found in given if isinstance(found, Layout)]
+    if known:
+        return next((found for found in known if found.ndim == ndim), known[0])
     if callable(getattr(model, "input_layout", None)):
         layout: Layout = model.input_layout(ndim)
         return layout

@@ -322,6 +322,34 @@ def test_batches_of_named_tuples_mappings_and_lists(parts: int, world: Any, back
         np.testing.assert_allclose(each, found[0], rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(parallel, marks=pytest.mark.ranks(n), id=f"{n}-{parallel}")
+        for n, parallel in ((1, {}), (2, {"data": 2}), (2, {"sequence": 2}), (3, {"pipeline": 3}),
+                            (4, {"tensor": {"mode": "2d"}}))
+    ],
+)  # fmt: skip
+def test_images_of_own_rows_and_of_whole_batches(parallel: dict[str, Any], world: Any, backend: str) -> None:
+    """A ViT's images have four dims, not the two of its sequences."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 2, 6, 9)), rng.integers(0, 3, 7)
+    sizes = {"image_size": (6, 9), "patch_size": 3, "num_channels": 2, "num_labels": 3, "hidden_size": 8,
+             "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 7}  # fmt: skip
+
+    def losses(comm: Any, name: str, parallel: dict[str, Any], source: Any) -> list[float]:
+        with pla.launch({"dtype": "float64", "parallel": parallel}, comm, name) as mesh:
+            model = nn.ViT(**sizes, scheme=mesh.scheme, grid=mesh.grid, dtype="float64")
+            engine, train, _, _ = pla.initialize(model, lambda p: AdamW(p, lr=1e-2), None, source, mesh=mesh)
+            pla.Trainer(engine, hooks=[found := Losses()]).fit(train, 2)  # type: ignore[arg-type]
+            return found.found
+
+    whole = [(x[:4], y[:4]), (x[4:], y[4:])]
+    want = losses(SingleComm(), "numpy", {}, whole)
+    for source in (whole, DataLoader(list(zip(x, y, strict=True)), 4)):
+        np.testing.assert_allclose(losses(world, backend, parallel, source), want, rtol=1e-12)
+
+
 @pytest.mark.ranks(2, 4)
 def test_a_loader_that_gives_each_data_rank_its_own(world: Any, backend: str) -> None:
     """Equal to whole batches of the rows of data rank 0, then of rank 1; across tensor and pipeline ranks too."""
