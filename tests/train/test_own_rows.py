@@ -26,6 +26,7 @@ GRIDS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (2, {"parallel": {"data": 2}, "zero": 1}, ("data",)),
     (2, {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, ()),
     (2, {"parallel": {"pipeline": 2}}, ()),
+    (2, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb-h1", "microbatches": 4}}, ()),  # more than 2 rows
     (3, {"parallel": {"data": 3}, "zero": 3}, ("data",)),
     (3, {"parallel": {"pipeline": 3}, "schedule": {"name": "gpipe", "microbatches": 2}}, ()),
     (4, {"parallel": {"tensor": {"mode": "2d"}}}, ("r",)),
@@ -36,7 +37,10 @@ GRIDS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (4, {"parallel": {"tensor": {"mode": "3d", "shape": (2, 2, 1)}}}, ("i", "j")),
     (8, {"parallel": {"data": 2, "tensor": {"mode": "2d"}}}, ("data", "r")),
 ]  # fmt: skip
-CASES = [pytest.param(c, a, marks=pytest.mark.ranks(n), id=f"{n}-{c.get('parallel')}") for n, c, a in GRIDS]
+CASES = [
+    pytest.param(c, a, marks=pytest.mark.ranks(n), id=f"{n}-{c.get('parallel')}-{c.get('schedule', '')}")
+    for n, c, a in GRIDS
+]
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
