@@ -96,21 +96,26 @@ def is_tensor(given: Any) -> bool:
 
 
 def converted(tree: Any) -> Any:
-    """Return a tree with tensors of PyTorch as NumPy arrays; everything else stays as it is."""
-    if type(tree) is dict:
-        return {key: converted(value) for key, value in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(converted(value) for value in tree)
-    return host_array(tree) if is_tensor(tree) else tree
+    """Return a tree with tensors of PyTorch, and lists of numbers, as NumPy arrays; other leaves stay as they are."""
+    return mapped(lambda leaf: host_array(leaf) if is_tensor(leaf) or (isinstance(leaf, list) and leaf) else leaf, tree)
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the tree with a function applied to every leaf."""
+    """Return the tree with a function applied to every leaf, such as an array or a list of numbers.
+
+    Mappings become dicts.
+    """
     if isinstance(tree, Mapping):
         return {key: mapped(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(mapped(function, value) for value in tree)
+    if _several(tree):
+        return rebuilt(tree, [mapped(function, value) for value in tree])
     return function(tree)
+
+
+def rebuilt(tree: Any, parts: Sequence[Any]) -> Any:
+    """Return these parts as a list, a tuple or a named tuple, as `tree` is."""
+    kind = type(tree)
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

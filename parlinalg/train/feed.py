@@ -13,7 +13,7 @@ from parlinalg.array import DistArray, distribute
 from parlinalg.autograd import Tensor
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch, DataLoader, Loader, Passages, Sharded
-from parlinalg.datasets.collate import converted
+from parlinalg.datasets.collate import converted, mapped, rebuilt
 from parlinalg.datasets.dataloader import Labels, Placement, set_epoch
 from parlinalg.errors import ConfigError, EngineError, ParlinalgError
 from parlinalg.grid import Grid
@@ -71,6 +71,13 @@ class Feed:
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return len(self.source)
+
+    def said(self) -> int:
+        """Return the number of batches of an epoch that the source reports; 0 where it reports none."""
+        try:
+            return len(self.source)
+        except TypeError:
+            return 0
 
     def __iter__(self) -> Pass:
         self.epochs += 1
@@ -248,7 +255,7 @@ def look_at(parts: Sequence[Any], values: bool) -> Looks:
 
 def kind_of(given: Any) -> str:
     """Return the dtypes and shapes of a batch, or of a tree of arrays: "(float64[6, 3], int64[6])"."""
-    if isinstance(given, dict):
+    if isinstance(given, Mapping):
         return f"{{{', '.join(f'{key}: {kind_of(value)}' for key, value in given.items())}}}"
     if isinstance(given, tuple | list | Batch):
         parts = list(given)
@@ -259,7 +266,7 @@ def kind_of(given: Any) -> str:
 
 def content(given: Any) -> int:
     """Return a checksum of the host arrays of a batch, or of a tree; `DistArray`s, whose blocks differ, count 0."""
-    if isinstance(given, dict):
+    if isinstance(given, Mapping):
         given = list(given.values())
     if isinstance(given, tuple | list):
         return crc32(repr([content(each) for each in given]).encode())
@@ -296,6 +303,11 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
         return agreed(world, draw, lambda found: look_at(found, check))
     except StopIteration:
         given = f" after {data_iter.given} batches" if isinstance(data_iter, Pass) else ""
+        if isinstance(data_iter, Pass) and (said := data_iter.feed.said()) > data_iter.given:
+            raise EngineError(
+                f"epoch {data_iter.epoch} of the dataloader ends{given}, and its len() is {said}: let __len__ return "
+                "the batches that each iteration gives, and each iter() of it begin anew, unlike that of an iterator"
+            ) from None
         raise EngineError(
             f"data_iter ends{given}, and a step needs another batch: make at most len(train_dataloader) steps of an "
             "iterator, and a new one by iter(train_dataloader) for the next epoch"
@@ -304,7 +316,7 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
 
 def rows_of(x: Any) -> int:
     """Return the number of rows of a batch's inputs: of the first array in a tree."""
-    if isinstance(x, dict):
+    if isinstance(x, Mapping):
         x = list(x.values())
     if isinstance(x, tuple | list) and x:
         return rows_of(x[0])
@@ -347,13 +359,12 @@ def cut(pair: Pair, parts: int) -> list[Pair]:
 
 def _rows(x: Any, part: range) -> Any:
     """Return these rows of an array or of all arrays in a tree."""
-    if isinstance(x, dict):
-        return {key: _rows(value, part) for key, value in x.items()}
-    if isinstance(x, tuple | list):
-        return type(x)(_rows(value, part) for value in x)
-    if isinstance(x, Tensor):
-        x = x.data
-    return x[part.start : part.stop] if isinstance(x, DistArray) else np.asarray(x)[part.start : part.stop]
+
+    def cut_out(leaf: Any) -> Any:
+        given = leaf.data if isinstance(leaf, Tensor) else leaf
+        return (given if isinstance(given, DistArray) else np.asarray(given))[part.start : part.stop]
+
+    return mapped(cut_out, x)
 
 
 def joined(arrays: Sequence[Any]) -> Any:
@@ -364,7 +375,7 @@ def joined(arrays: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: joined([a[key] for a in arrays]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(joined(list(column)) for column in zip(*arrays, strict=True))
+        return rebuilt(first, [joined(list(column)) for column in zip(*arrays, strict=True)])
     if not isinstance(first, DistArray):
         return np.concatenate(arrays)
     uncut = first.layout.with_dim(0, None)
@@ -383,10 +394,10 @@ def placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | Non
     dtype : dtype, optional
         The dtype of floating arrays.
     """
-    if isinstance(x, dict):
-        return {key: placed(value, grid, layout, dtype) for key, value in x.items()}
-    if isinstance(x, tuple | list):
-        return type(x)(placed(value, grid, layout, dtype) for value in x)
+    return mapped(lambda leaf: _placed(leaf, grid, layout, dtype), x)
+
+
+def _placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | None) -> Any:
     if isinstance(x, Labels) and layout is not None:  # with the rows of the inputs
         return x.redistribute(Layout(*layout.dims[: x.ndim], *[None] * (x.ndim - layout.ndim)))
     if isinstance(x, DistArray | Tensor):
@@ -416,15 +427,15 @@ def grid_of(model: Module) -> Grid:
 def inputs_layout(model: Module, x: Any) -> Layout:
     """Return the layout of a host array of a model's inputs.
 
-    A model may define `ids_layout`, `images_layout` or `input_layout(ndim)`.  Otherwise floating arrays are cut as the
-    residual stream of the scheme of its first part that has one, and integers as ids, which have no features.
+    A model may define `ids_layout`, `images_layout` or `input_layout(ndim)`; of the first two the one that has as many
+    dims as the array.  Otherwise floating arrays are cut as the residual stream of the scheme of its first part that
+    has one, and integers as ids, which have no features.
     """
-    integers = np.asarray(x).dtype.kind in "iub"
-    for name in ("ids_layout", "images_layout"):
-        found = getattr(model, name, None)
-        if isinstance(found, Layout):
-            return found
-    ndim = np.ndim(x)
+    integers, ndim = np.asarray(x).dtype.kind in "iub", np.ndim(x)
+    given = (getattr(model, name, None) for name in ("ids_layout", "images_layout"))
+    known = [found for found in given if isinstance(found, Layout)]
+    if known:
+        return next((found for found in known if found.ndim == ndim), known[0])
     if callable(getattr(model, "input_layout", None)):
         layout: Layout = model.input_layout(ndim)
         return layout
@@ -466,10 +477,8 @@ def dtype_of(model: Module) -> np.dtype[Any] | None:
 
 def place_inputs(model: Module, x: Any, grid: Grid, dtype: np.dtype[Any] | None) -> Any:
     """Return a model's inputs, arrays or a tree, as `DistArray`s, floating ones in this dtype.  Collective."""
-    if isinstance(x, dict):
-        return {key: place_inputs(model, value, grid, dtype) for key, value in x.items()}
-    if isinstance(x, tuple | list):
-        return type(x)(place_inputs(model, value, grid, dtype) for value in x)
-    if isinstance(x, Tensor | DistArray):
-        return x
-    return placed(x, grid, inputs_layout(model, x), dtype)
+
+    def place(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, Tensor | DistArray) else _placed(leaf, grid, inputs_layout(model, leaf), dtype)
+
+    return mapped(place, x)

@@ -14,6 +14,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.backend import namespace
+from parlinalg.datasets.collate import leaves, mapped
 from parlinalg.errors import EngineError
 from parlinalg.grid import Grid
 from parlinalg.nn.added_losses import term_weight
@@ -31,9 +32,7 @@ def placed_label(label: Any, output: Any, grid: Grid) -> Any:
 
     Collective.
     """
-    first = output
-    while isinstance(first, tuple | list | dict):
-        first = next(iter(first.values() if isinstance(first, dict) else first))
+    first = next(leaves(output), None)
     layout = first.layout if isinstance(first, Tensor | DistArray) else None
     return placed(label, grid, layout)
 
@@ -138,20 +137,12 @@ def number(name: str, given: Any) -> float:
 # ---------------------------------------------------------------------------------------------- trees of arrays
 def detached(output: Any) -> Any:
     """Return the arrays of an output, or of a tree of them, without the tape."""
-    if isinstance(output, dict):
-        return {key: detached(value) for key, value in output.items()}
-    if isinstance(output, tuple | list):
-        return type(output)(detached(value) for value in output)
-    return output.data if isinstance(output, Tensor) else output
+    return mapped(lambda leaf: leaf.data if isinstance(leaf, Tensor) else leaf, output)
 
 
 def size_of(label: Any) -> int:
     """Return the elements of a label, or of all of them in a tree."""
-    if isinstance(label, dict):
-        return sum(size_of(value) for value in label.values())
-    if isinstance(label, tuple | list):
-        return sum(size_of(value) for value in label)
-    return int(label.size)
+    return sum(int(leaf.size) for leaf in leaves(label))
 
 
 # ---------------------------------------------------------------------------------------------- microbatches

@@ -320,8 +320,11 @@ def test_wrong_batches_are_told_on_all_ranks(world: Any, backend: str) -> None:
             feed = type(train)(pairs()[: 1 + (world.rank != 1)], world)
             with pytest.raises(EngineError, match=r"the batches of rank 1 end"):
                 list(feed)
+        long = type("Long", (list,), {"__len__": lambda self: 3})(pairs())
+        with pytest.raises(EngineError, match=r"epoch 0 of the dataloader ends after 2 batches, and its len\(\) is 3"):
+            pla.Trainer(engine, schedule).fit(long, 1)
         factor[0] = np.nan
-        with pytest.raises(EngineError, match=r"step 3: the loss is nan, and .*: nothing has changed"):
+        with pytest.raises(EngineError, match=r"step 5: the loss is nan, and .*: nothing has changed"):
             step(iter(pairs()))
         factor[0] = 1.0
         step(iter(pairs()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ GRIDS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (2, {"parallel": {"data": 2}, "zero": 1}, ("data",)),
     (2, {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, ()),
     (2, {"parallel": {"pipeline": 2}}, ()),
+    (2, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb-h1", "microbatches": 4}}, ()),  # more than 2 rows
     (3, {"parallel": {"data": 3}, "zero": 3}, ("data",)),
     (3, {"parallel": {"pipeline": 3}, "schedule": {"name": "gpipe", "microbatches": 2}}, ()),
     (4, {"parallel": {"tensor": {"mode": "2d"}}}, ("r",)),
@@ -35,7 +37,10 @@ GRIDS: list[tuple[int, dict[str, Any], tuple[str, ...]]] = [
     (4, {"parallel": {"tensor": {"mode": "3d", "shape": (2, 2, 1)}}}, ("i", "j")),
     (8, {"parallel": {"data": 2, "tensor": {"mode": "2d"}}}, ("data", "r")),
 ]  # fmt: skip
-CASES = [pytest.param(c, a, marks=pytest.mark.ranks(n), id=f"{n}-{c.get('parallel')}") for n, c, a in GRIDS]
+CASES = [
+    pytest.param(c, a, marks=pytest.mark.ranks(n), id=f"{n}-{c.get('parallel')}-{c.get('schedule', '')}")
+    for n, c, a in GRIDS
+]
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
@@ -274,6 +279,79 @@ def test_samples_of_dicts_and_tuples(world: Any, backend: str) -> None:
             found.append(losses.found)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-12)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Named(Two):
+    """Takes a named tuple of two arrays, or a dict, and gives a named tuple."""
+
+    def forward(self, x: Any) -> Any:
+        if type(x) is tuple:  # of loaders of own rows
+            x = Pair(*x)
+        out = super().forward(x if isinstance(x, dict) else {"a": x.a, "b": x.b})
+        return Pair(out, out * 2.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.ranks(1, 2, 4)
+def test_batches_of_named_tuples_mappings_and_lists(parts: int, world: Any, backend: str) -> None:
+    """Named tuples stay what they are, other mappings are dicts, and a list of numbers is an array."""
+    rng = np.random.default_rng(0)
+    whole = [({"a": rng.normal(size=(n, 4)), "b": rng.normal(size=(n, 3))}, rng.integers(0, 5, n)) for n in (5, 3)]
+    samples = [(Pair(*(x[k][i] for k in "ab")), y[i]) for x, y in whole for i in range(len(y))]
+
+    def lists(items: list[Any]) -> Any:
+        return UserDict(zip("ab", map(np.array, zip(*(x for x, _ in items), strict=True)))), [int(y) for _, y in items]
+
+    sources: list[Any] = [
+        whole, [(Pair(**x), y) for x, y in whole], [(UserDict(x), y.tolist()) for x, y in whole],
+        [Pair(OrderedDict(x), y) for x, y in whole], DataLoader(samples, 5, collate_fn=lists),
+    ]  # fmt: skip
+    found = []
+    parallel = {"data": world.size} if world.size < 4 else {"tensor": {"mode": "2d"}}
+    with pla.launch({"dtype": "float64", "parallel": parallel}, world, backend) as mesh:
+        if mesh.size("data") == 1:
+            sources.append(Sharded([(Pair(**x), y) for x, y in whole]))
+        for source in sources:
+            engine, train, _, _ = pla.initialize(
+                Named(mesh), lambda p: AdamW(p, lr=1e-2), lambda output, y: ops.cross_entropy_sum(output.a, y), source
+            )
+            pla.Trainer(engine, pla.NonPipelineSchedule(parts), hooks=[losses := Losses()]).fit(train, 2)  # type: ignore[arg-type]
+            found.append(losses.found)
+    for each in found[1:]:
+        np.testing.assert_allclose(each, found[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(parallel, marks=pytest.mark.ranks(n), id=f"{n}-{parallel}")
+        for n, parallel in ((1, {}), (2, {"data": 2}), (2, {"sequence": 2}), (3, {"pipeline": 3}),
+                            (4, {"tensor": {"mode": "2d"}}))
+    ],
+)  # fmt: skip
+def test_images_of_own_rows_and_of_whole_batches(parallel: dict[str, Any], world: Any, backend: str) -> None:
+    """A ViT's images have four dims, not the two of its sequences."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 2, 6, 9)), rng.integers(0, 3, 7)
+    sizes = {"image_size": (6, 9), "patch_size": 3, "num_channels": 2, "num_labels": 3, "hidden_size": 8,
+             "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 7}  # fmt: skip
+
+    def losses(comm: Any, name: str, parallel: dict[str, Any], source: Any) -> list[float]:
+        with pla.launch({"dtype": "float64", "parallel": parallel}, comm, name) as mesh:
+            model = nn.ViT(**sizes, scheme=mesh.scheme, grid=mesh.grid, dtype="float64")
+            engine, train, _, _ = pla.initialize(model, lambda p: AdamW(p, lr=1e-2), None, source, mesh=mesh)
+            pla.Trainer(engine, hooks=[found := Losses()]).fit(train, 2)  # type: ignore[arg-type]
+            return found.found
+
+    whole = [(x[:4], y[:4]), (x[4:], y[4:])]
+    want = losses(SingleComm(), "numpy", {}, whole)
+    for source in (whole, DataLoader(list(zip(x, y, strict=True)), 4)):
+        np.testing.assert_allclose(losses(world, backend, parallel, source), want, rtol=1e-12)
 
 
 @pytest.mark.ranks(2, 4)
