@@ -114,6 +114,8 @@ class WeightStash:
         fresh = {place: self._copy(base, parameters[0].grid.backend) for place, base in places.items()}
         for p in parameters:
             base = _base(p.block)
+            if not base.size:  # nothing that a step could change
+                continue
             place = address(base)
             at = (address(p.block) - place) // p.dtype.itemsize
             block = fresh[place][at : at + p.block.size].reshape(p.block.shape)

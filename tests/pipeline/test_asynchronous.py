@@ -116,6 +116,28 @@ def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
         worker.close()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", VERSIONS)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_ranks_without_elements_of_a_weight(name, shape, world, backend):
+    """Of a layer of one feature the second rank of a stage has none."""
+    by_hand = Perceptron((5, 1, 3))
+    schedule = make_schedule(name, 2, 4, every=1)
+    data = [rows(t) for t in range(4)]
+    losses, weights = by_hand.train(data, 0.1, VERSIONS[name](2))
+    with launch({"parallel": {"pipeline": 2, "tensor": {"mode": "2d", "shape": shape}}}, world, backend) as mesh:
+        linears = [nn.Linear(*w.shape, mesh.scheme, mesh.grid, bias=False, dtype="float64") for w in by_hand.start]
+        model = split(nn.Sequential(linears[0], nn.Tanh(), linears[1]), mesh.topology, schedule, [2, 1]).initialize(0)
+        model.load_state_dict({f"{2 * s}.weight": w for s, w in enumerate(by_hand.start)})
+        reducer = GradientReducer(model.parameters())
+        worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1), reducer)
+        sums = worker.step(perceptron_batches(data, mesh), Squares(), 0, factor=3.0)
+        np.testing.assert_allclose(sums["loss"] / 6, sum(losses), rtol=1e-12)
+        for s, w in enumerate(weights):
+            np.testing.assert_allclose(model.state_dict()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
+        worker.close()
+
+
 LAYERS, RATE = 3, 0.02
 _wanted: dict[str, Any] = {}
 
