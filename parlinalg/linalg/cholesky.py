@@ -211,9 +211,7 @@ class Shared:
             self._factor(0)
         self._bring(edges[1], self.n)
         self._steps.made(3 if first else 2)
-        for p in range(self.tiles.j, len(edges) - 1, C) if self.tiles.j < C else ():
-            if p == 0:
-                continue
+        for p in range(C if first else self.tiles.j, len(edges) - 1, C) if self.tiles.j < C else ():
             self._steps.wait(ranks, 2)
             done = 0
             for left in range(max(0, p - C), p):  # the last one of its own, and those that others find meanwhile

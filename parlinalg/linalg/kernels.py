@@ -95,6 +95,8 @@ WIDE = 256
 """Columns of which as many lines of the cache are no trouble."""
 LARGE, COPYING = 4 << 20, 4
 """Bytes of a matrix from which on several threads work on it, and how many copy it at the most."""
+COUNTED = 1 << 31
+"""Elements of a workspace that 32 bits do not count; it has at most eight times the square of a matrix's longer side."""
 STRIP = 256
 """Rows that a loop copies before the next ones."""
 TALL, SLICE = 8, 48
@@ -444,13 +446,18 @@ def _near_underflow(a: np.ndarray) -> np.ndarray | None:
     return few if few.any() else None
 
 
+def _for_scipy(a: Block) -> bool:
+    """Return True for a large matrix on the host whose workspace SciPy's LAPACK, of 32-bit integers, can count."""
+    return isinstance(a, np.ndarray) and a.ndim == 2 and a.nbytes >= LARGE and 8 * max(a.shape) ** 2 < COUNTED
+
+
 def eigh(a: Block, vectors: bool = True) -> Any:
     """Return eigenvalues, rising, and vectors of Hermitian matrices by their lower triangles, or values alone.
 
     The matrices are given up.  A large one on the host becomes its vectors: NumPy would hold three more such matrices,
     or for values one.
     """
-    if not (isinstance(a, np.ndarray) and a.ndim == 2 and a.nbytes >= LARGE and a.flags.c_contiguous):
+    if not (_for_scipy(a) and a.flags.c_contiguous):
         return tuple(routines(a).eigh(a)) if vectors else routines(a).eigvalsh(a)
     name = "heevd" if a.dtype.kind == "c" else "syevd"
     values, v, info = lapack(name, a.dtype)(a.T, vectors, lower=0, overwrite_a=1)  # rows are columns of the transpose
@@ -465,12 +472,14 @@ def svd(a: Block, full_matrices: bool = False) -> tuple[Block, Block, Block]:
     Of a large matrix on the host LAPACK gets a copy as its transpose, so that U and Vᴴ come in rows: NumPy would hold
     two more such matrices.
     """
-    if not (isinstance(a, np.ndarray) and a.ndim == 2 and a.nbytes >= LARGE and max(a.shape) < TALL * min(a.shape)):
+    if not (_for_scipy(a) and max(a.shape) < TALL * min(a.shape)):
         return tuple(routines(a).svd(a, full_matrices))
     size, info = lapack("gesdd_lwork", a.dtype)(*a.T.shape, full_matrices=full_matrices)
+    real = np.finfo(a.dtype).dtype.type  # in which LAPACK gives the size, rounded
     vt, values, ut, info = lapack("gesdd", a.dtype)(
-        np.array(a, order="C").T, full_matrices=full_matrices, lwork=int(size.real), overwrite_a=1
-    )
+        np.array(a, order="C").T, full_matrices=full_matrices, overwrite_a=1,
+        lwork=int(np.nextafter(real(size.real), real(np.inf))),
+    )  # fmt: skip
     if info:
         raise np.linalg.LinAlgError("SVD did not converge")
     return ut.T, values, vt.T

@@ -69,6 +69,10 @@ def test_large_matrices_of_one_rank(make_grid, monkeypatch, dtype):
     ratio(norm(v.conj().T @ v - np.eye(30)), 1, 30, dtype, "orthogonality")
     ratio(np.abs(linalg.eigvalsh(x).gather() - w).max(), norm(s), 30, dtype, "values alone")
     np.testing.assert_array_equal(x.gather(), lower)
+    monkeypatch.setattr(kernels, "COUNTED", 8 * 30**2)  # of which 32 bits, so to say, do not suffice
+    monkeypatch.setattr(kernels, "lapack", lambda *_: pytest.fail("SciPy's LAPACK was called"))
+    same(linalg.eigh(x).eigenvalues, w, 30 * eps(dtype))
+    same(linalg.svd(pla.distribute(s, grid, Layout(None, None))).S, np.sort(np.abs(w))[::-1], 30 * eps(dtype))
 
 
 def test_eigh(grid):
