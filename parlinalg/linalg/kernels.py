@@ -96,7 +96,7 @@ WIDE = 256
 LARGE, COPYING = 4 << 20, 4
 """Bytes of a matrix from which on several threads work on it, and how many copy it at the most."""
 COUNTED = 1 << 31
-"""Elements of a workspace that 32 bits do not count; it has at most eight times the square of a matrix's longer side."""
+"""Elements of a workspace that 32 bits do not count; it has at most eight times the square of the longer side."""
 STRIP = 256
 """Rows that a loop copies before the next ones."""
 TALL, SLICE = 8, 48
