@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.backend import Backend, backend_of, blas, compiled, namespace, shape_solver
+from parlinalg.backend import Backend, backend_of, blas, compiled, namespace, shape_solver, skinny
 from parlinalg.backend.blas import added, added_square, multiplied, substituted
 from parlinalg.backend.shapes import has_values, values_needed
 
@@ -137,7 +137,7 @@ def call(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> int:
 
 def subtract(y: Block, x: Block, w: Block) -> None:
     """Subtract `x @ w` from y, in place."""
-    if y.size and x.size and not added(y, x, w, -1):
+    if y.size and x.size and not (skinny.added(y, x, w, -1) or added(y, x, w, -1)):
         y -= x @ w
 
 
@@ -169,6 +169,8 @@ def substitute(
 
 def _forward_or_back(t: np.ndarray, b: np.ndarray, *, lower: bool, unit: bool) -> None:
     """Replace b by the solution x of `t x = b`."""
+    if skinny.substituted(t, b, lower=lower, unit=unit):
+        return
     if b.shape[1] <= NARROW:
         _in_pieces(t, b, lower, unit)
     else:
