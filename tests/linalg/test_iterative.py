@@ -179,6 +179,25 @@ def test_residuals_of_recurrences_that_drift(grid):
                 assert (left <= 1.1 * rtol) == (info == 0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_minres_that_begins_anew_has_rotations_of_its_own(grid, dtype):
+    """Those of the steps before it, here with two products that are too long, belong to another first vector."""
+    n, rtol = 12, 1e-4
+    q, b = np.linalg.qr(random(n, n, dtype=dtype))[0], random(n, dtype=dtype, seed=3)
+    for values in ((-2.0, 1.0), (2.0, -1.0), (1.0, 3.0)):
+        a = ((q * np.repeat(values, n // 2)) @ q.conj().T).astype(dtype)
+        A, products, steps = placed(grid, a, 1), [], []
+
+        def times(x, A=A, products=products):
+            products.append(x)
+            return A @ x * (1.01 if len(products) <= 2 else 1.0)
+
+        x, info = minres(times, placed(grid, b, 2), rtol=rtol, callback=steps.append)
+        assert info == 0
+        assert len(steps) == 4  # two from zero, and two from the residual that is left
+        assert np.linalg.norm(b - a @ x.gather()) <= 1.01 * rtol * np.linalg.norm(b)
+
+
 def test_first_guesses_beside_which_nothing_is_left_of_the_right_hand_side(grid):
     n = 5
     a, b = np.diag(np.linspace(1, 2, n)), np.arange(1.0, n + 1)
