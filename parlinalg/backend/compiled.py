@@ -102,7 +102,7 @@ FEW_ROWS = (8, 6)
 def few_rows_product(found: Any, a: Any, top: int, rows: int, left: int, length: int, x: Any) -> None:
     """found = a[top : top + rows, left : left + length] @ x[left : left + length]: only within loops.
 
-    The arrays are in rows one behind the other, x of 32 or 64 bytes.  At most as many rows as FEW_ROWS says are found;
+    The elements of a row lie together, those of x are 32 or 64 bytes.  At most as many rows as FEW_ROWS says are found;
     terms are added in the order of the columns, so that a row's result does not depend on where it lies.
     """
     raise NotImplementedError

@@ -140,12 +140,13 @@ def _product_of(rows: int, nbytes: int) -> Any:
         out, matrix, columns = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 6))
         _, _, top, count, left, length, _ = args
         number, whole = context.get_value_type(signature.args[0].dtype), ir.IntType(64)
-        lanes = nbytes // (8 if number == ir.DoubleType() else 4)
+        itemsize = 8 if number == ir.DoubleType() else 4
+        lanes = nbytes // itemsize
         vector, none = ir.VectorType(number, lanes), ir.Constant(whole, 0)
 
         def place(array: Any, row: Any, column: Any) -> Any:
-            wide = cgutils.unpack_tuple(builder, array.shape, 2)[1]
-            return builder.gep(array.data, [builder.add(builder.mul(row, wide), column)])
+            line = builder.sdiv(cgutils.unpack_tuple(builder, array.strides, 2)[0], ir.Constant(whole, itemsize))
+            return builder.gep(array.data, [builder.add(builder.mul(row, line), column)])
 
         lines = []
         for r in range(rows):  # those beyond the last one are the last one again

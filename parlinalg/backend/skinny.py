@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from parlinalg import tunables
 from parlinalg.backend import compiled, namespace
@@ -58,10 +57,9 @@ def added(y: Any, x: Any, w: Any, scale: float = 1) -> bool:
         return False
     if x.shape[1] != len(w) or y.shape != (len(x), w.shape[1]):  # BLAS tells
         return False
-    arrays = [_with_gaps(each) for each in (y, x, w)]
-    if any(each is None for each in arrays):
+    if not all(map(_in_rows, (y, x, w))):
         return False
-    _add_product(*arrays, w.shape[0], w.shape[1], scale)
+    _add_product(y, x, w, scale)
     return True
 
 
@@ -72,10 +70,9 @@ def substituted(t: Any, b: Any, *, lower: bool, unit: bool) -> bool:
     """
     if not _ready(t, b) or t.shape != (len(b), len(b)):
         return False
-    arrays = [_with_gaps(each) for each in (t, b)]
-    if any(each is None for each in arrays):
+    if not (_in_rows(t) and _in_rows(b)):
         return False
-    _substitute(*arrays, b.shape[0], b.shape[1], lower, unit)
+    _substitute(t, b, lower, unit)
     return True
 
 
@@ -87,41 +84,33 @@ def _ready(a: Any, x: Any) -> bool:
     return threads is not None and threads <= THREADS and x.shape[-1] <= COLUMNS // threads
 
 
-def _with_gaps(a: np.ndarray) -> np.ndarray | None:
-    """Return a contiguous array whose rows begin with those of a matrix and reach to the next ones, or None.
-
-    So loops are compiled for contiguous arrays alone; what lies between the rows they do not touch.
-    """
-    if a.flags.c_contiguous:
-        return a
-    row, column = a.strides
-    if column != a.itemsize or row % a.itemsize or row < a.shape[1] * a.itemsize:
-        return None
-    return as_strided(a, (len(a), row // a.itemsize))
+def _in_rows(a: np.ndarray) -> bool:
+    """Return True if the elements of each row of a matrix lie together; between its rows there may be others."""
+    return a.flags.c_contiguous or (a.strides[1] == a.itemsize and a.strides[0] % a.itemsize == 0)
 
 
 @compiled.loop()
-def _room(x: Any, n: int, wide: int) -> Any:
-    """Return memory for n rows of x in strips of columns, as `compiled.few_rows_product` takes them."""
-    lanes = 32 // x.itemsize
+def _room(x: Any) -> Any:
+    """Return memory for x in strips of columns, as `compiled.few_rows_product` takes them."""
+    (n, wide), lanes = x.shape, 32 // x.itemsize
     width = lanes if wide <= lanes else 2 * lanes
     return np.zeros(((wide + width - 1) // width, n, width), x.dtype)
 
 
 @compiled.loop()
-def _copy(strips: Any, x: Any, first: int, end: int, wide: int) -> None:
+def _copy(strips: Any, x: Any, first: int, end: int) -> None:
     """Copy the rows x[first:end] to the strips."""
     count, _, width = strips.shape
     for strip in range(count):
         left = strip * width
         for i in range(first, end):
-            for j in range(min(width, wide - left)):
+            for j in range(min(width, x.shape[1] - left)):
                 strips[strip, i, j] = x[i, left + j]
 
 
 @compiled.loop()
 def _add_columns(
-    y: Any, first: int, end: int, a: Any, left: int, stop: int, strips: Any, wide: int, scale: float
+    y: Any, first: int, end: int, a: Any, left: int, stop: int, strips: Any, scale: float
 ) -> None:  # fmt: skip
     """y[first:end] += scale A x, for A = a[first:end, left:stop] and the same rows of x, in strips."""
     count, _, width = strips.shape
@@ -134,28 +123,28 @@ def _add_columns(
             for strip in range(count):
                 compiled.few_rows_product(found, a, i, here, start, length, strips[strip])
                 for row in range(here):
-                    for j in range(min(width, wide - strip * width)):
+                    for j in range(min(width, y.shape[1] - strip * width)):
                         y[i + row, strip * width + j] += factor * found[row, j]
 
 
 @compiled.loop()
-def _add_product(y: Any, a: Any, x: Any, length: int, wide: int, scale: float) -> None:
-    """y += scale A x, for x of `length` rows and `wide` columns; all rows may have more behind them."""
-    strips = _room(x, length, wide)
-    _copy(strips, x, 0, length, wide)
-    _add_columns(y, 0, y.shape[0], a, 0, length, strips, wide, scale)
+def _add_product(y: Any, a: Any, x: Any, scale: float) -> None:
+    """y += scale a x."""
+    strips = _room(x)
+    _copy(strips, x, 0, x.shape[0])
+    _add_columns(y, 0, y.shape[0], a, 0, x.shape[0], strips, scale)
 
 
 @compiled.loop()
-def _substitute(a: Any, x: Any, n: int, wide: int, lower: bool, unit: bool) -> None:
-    """Replace x, of n rows and `wide` columns, by the solution with a triangle; all rows may have more behind them."""
-    strips = _room(x, n, wide)
+def _substitute(a: Any, x: Any, lower: bool, unit: bool) -> None:
+    """Replace x by the solution with a triangle."""
+    (n, wide), strips = x.shape, _room(x)
     rows = compiled.FEW_ROWS[strips.shape[2] * x.itemsize // 32 - 1]
     for turn in range((n + rows - 1) // rows):
         first = turn * rows if lower else max(0, n - (turn + 1) * rows)
         end = min(n, first + rows) if lower else n - turn * rows
         known, until = (0, first) if lower else (end, n)
-        _add_columns(x, first, end, a, known, until, strips, wide, -1.0)
+        _add_columns(x, first, end, a, known, until, strips, -1.0)
         for step in range(end - first):
             i = first + step if lower else end - 1 - step
             for k in range(first if lower else i + 1, i if lower else end):
@@ -166,7 +155,7 @@ def _substitute(a: Any, x: Any, n: int, wide: int, lower: bool, unit: bool) -> N
                 pivot = a[i, i]
                 for j in range(wide):
                     x[i, j] /= pivot
-        _copy(strips, x, first, end, wide)
+        _copy(strips, x, first, end)
 
 
 ABREAST = 8

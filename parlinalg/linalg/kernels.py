@@ -155,7 +155,7 @@ def substitute(
     if (device := _device(b)) and b.size:
         device.substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
         return
-    if not b.size:
+    if not b.size or (not (right or adjoint) and skinny.substituted(t, b, lower=lower, unit=unit)):
         return
     if not unit:
         t = _lifted(t, b, right, adjoint)
@@ -169,8 +169,6 @@ def substitute(
 
 def _forward_or_back(t: np.ndarray, b: np.ndarray, *, lower: bool, unit: bool) -> None:
     """Replace b by the solution x of `t x = b`."""
-    if skinny.substituted(t, b, lower=lower, unit=unit):
-        return
     if b.shape[1] <= NARROW:
         _in_pieces(t, b, lower, unit)
     else:
