@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
 
 
+LONG_OF_ONE = 2
+"""Rows of a matrix by its columns from which on one rank factors it by QR first."""
+
+
 class QRResult(NamedTuple):
     """Q and R of a matrix, A = Q R."""
 
@@ -564,6 +568,13 @@ class QRFactor(Factor):
         mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
         return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
 
+    def whole_r(self) -> Any:
+        """Return R [k, n] on every rank of the grid, and no elements on others.  Collective."""
+        n, k, size = self.shape[1], min(self.shape), self.grid.size
+        mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
+        have, want = self.tiles.places(self.tops, self.columns), [(np.arange(k), np.arange(n))] * size
+        return move(mine, have, want, self.grid)
+
     def given_up_r(self) -> Any:
         """Return this rank's tiles of R, and drop them from the factorization."""
         r = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
@@ -894,7 +905,7 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
     """
     (m, n), layout = x.shape[-2:], x.layout.with_partial(())
     long = x.ndim == 2 and mode != "complete" and m > LONG * n and n
-    if x.ndim > 2 or (x.grid.size == 1 and not (long and x.size * x.dtype.itemsize >= kernels.LARGE)):
+    if x.ndim > 2 or (x.grid.size == 1 and not (long and by_qr_first(x))):
         *others, p = batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
         return *others, p.redistribute(Layout(*x.layout.dims[:-2], x.layout.dims[-1]))
     if long:
@@ -946,10 +957,22 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
 def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
     """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None if it is too ill conditioned.
 
-    Each rank holds all of R meanwhile, and at least as many rows as columns.  Without Q its last products are left out.
+    Without Q its last products are left out.
     """
-    (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
-    rest = by_rows(x)
+    if (found := rows_of_q(x, with_q)) is None:
+        return None
+    (y, r, rest), grid, layout = found, x.grid, x.layout.with_partial(())
+    q = DistArray(y, x.shape, rest, grid)
+    q = q.redistribute(layout) if with_q else q
+    return QRResult(q, distributed(r, layout, grid, (x.shape[1],) * 2))
+
+
+def rows_of_q(x: DistArray, with_q: bool = True) -> tuple[Any, Any, Layout] | None:
+    """Return this rank's rows of Q, all of R, and the layout of such rows: the factorization of `tall_qr`, or None.
+
+    Each rank has at least as many rows as columns.
+    """
+    grid, rest = x.grid, by_rows(x)
     if rest is None:
         return None
     y, r, sound = grid.backend.empty((0, 0), x.dtype), grid.backend.empty((0, 0), x.dtype), True
@@ -957,13 +980,16 @@ def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
             r, sound = orthogonalized(y, grid.everyone) if with_q else nearly_orthogonalized(y, grid.everyone)[:2]
-    if grid.world.share(sound, others="alike").count(False):
-        return None
-    q = DistArray(y, (m, n), rest, grid)
-    q = q.redistribute(layout) if with_q else q
-    block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
-    mine = namespace(r).ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
-    return QRResult(q, DistArray(mine, (n, n), layout, grid))
+    return None if grid.world.share(sound, others="alike").count(False) else (y, r, rest)
+
+
+def by_qr_first(x: DistArray) -> bool:
+    """Return True if on one rank singular values or pivots of a matrix are sooner found by QR, of R.
+
+    A matrix on the host must be large, and have many more rows than columns, or columns than rows.
+    """
+    large = x.size * x.dtype.itemsize >= kernels.LARGE and max(x.shape) >= LONG_OF_ONE * min(x.shape)
+    return not x.grid.backend.cpu or large
 
 
 def by_rows(x: DistArray) -> Layout | None:
