@@ -566,6 +566,19 @@ def by_gram(shape: tuple[int, int], ranks: int) -> bool:
     return bool(n) and m >= blocks.TALL * n and n * ranks <= m
 
 
+HELD = 4
+"""The squares [n, n] in a rank's rows of a matrix from which on every rank may hold R while its values are found."""
+
+
+def small_triangle(shape: tuple[int, int], ranks: int) -> bool:
+    """Return True if each rank may hold R of a matrix [m, n], m ≥ n, for its singular values.
+
+    R is small by itself, or beside the rows of a rank.
+    """
+    m, n = shape
+    return n > 0 and (n <= tunables.SVD_BY_ONE or m >= HELD * n * ranks)
+
+
 def _by_rows(costs: Costs) -> Layout:
     """Return the layout in which only rows are cut."""
     return Layout(tuple(a for a, size in costs.deal.sizes.items() if size > 1), None)
@@ -952,7 +965,8 @@ def svd(
     tall = m > TALL * n and n > 0
     top = n if tall else m
     k = m if full_matrices and not tall else n
-    gram = sound is not None and not full_matrices and by_gram(shape, len(costs.i))
+    ranks = len(costs.i)
+    gram = sound is not None and not full_matrices and small_triangle(shape, ranks) and by_gram(shape, ranks)
     if gram:
         _by_gram(costs, layout, shape)
     gram = gram and bool(sound)

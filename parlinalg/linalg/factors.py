@@ -891,8 +891,8 @@ def _small(x: DistArray) -> bool:
 def _triangle(x: DistArray) -> DistArray:
     """Return R [..., k, n] of the factorizations A = Q R of matrices [..., m, n], as `qr` does, and make no Q."""
     one = x.ndim == 2
-    if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
-        return found.R
+    if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_r(x)) is not None:
+        return found
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
         return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), _triangle, x)[0]
     return QRFactor(x, keep=False).R
@@ -909,10 +909,11 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
         *others, p = batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
         return *others, p.redistribute(Layout(*x.layout.dims[:-2], x.layout.dims[-1]))
     if long:
-        tall = tall_qr(x, with_q=mode != "r")
-        if tall is not None:
-            *q, r, p = _pivoted(tall.R, mode)
-            return *(matmul(tall.Q, each).redistribute(layout) for each in q), r, p
+        if mode == "r" and (triangle := tall_r(x)) is not None:
+            return _pivoted(triangle, mode)
+        if mode != "r" and (tall := tall_qr(x)) is not None:
+            q, r, p = _pivoted(tall.R, mode)
+            return matmul(tall.Q, q).redistribute(layout), r, p
         work = QRFactor(x, keep=mode != "r")
         *q, r, p = _pivoted(work.R, mode)
         return *(work.turned(each) for each in q), r, p
@@ -954,23 +955,25 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
     return found, tiles.home(last, rest, columns, (n, n), layout)
 
 
-def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
-    """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None if it is too ill conditioned.
-
-    Without Q its last products are left out.
-    """
-    if (found := rows_of_q(x, with_q)) is None:
+def tall_qr(x: DistArray) -> QRResult | None:
+    """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None of an ill conditioned one."""
+    if (found := rows_of_q(x)) is None:
         return None
     (y, r, rest), grid, layout = found, x.grid, x.layout.with_partial(())
-    q = DistArray(y, x.shape, rest, grid)
-    q = q.redistribute(layout) if with_q else q
+    q = DistArray(y, x.shape, rest, grid).redistribute(layout)
     return QRResult(q, distributed(r, layout, grid, (x.shape[1],) * 2))
+
+
+def tall_r(x: DistArray) -> DistArray | None:
+    """Return R of `tall_qr`, without the last products of Q."""
+    found = rows_of_q(x, with_q=False)
+    return None if found is None else distributed(found[1], x.layout.with_partial(()), x.grid, (x.shape[1],) * 2)
 
 
 def rows_of_q(x: DistArray, with_q: bool = True) -> tuple[Any, Any, Layout] | None:
     """Return this rank's rows of Q, all of R, and the layout of such rows: the factorization of `tall_qr`, or None.
 
-    Each rank has at least as many rows as columns.
+    Each rank has at least as many rows as columns.  Without Q its rows are left out.
     """
     grid, rest = x.grid, by_rows(x)
     if rest is None:
@@ -980,6 +983,7 @@ def rows_of_q(x: DistArray, with_q: bool = True) -> tuple[Any, Any, Layout] | No
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
             r, sound = orthogonalized(y, grid.everyone) if with_q else nearly_orthogonalized(y, grid.everyone)[:2]
+    y = y if with_q else grid.backend.empty((0, 0), x.dtype)
     return None if grid.world.share(sound, others="alike").count(False) else (y, r, rest)
 
 

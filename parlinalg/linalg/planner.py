@@ -154,7 +154,8 @@ class LinalgPlan:
         With pivoting, and of `svd` unless it is `alone`, R alone goes to tiles.
         """
         shape = (max(self.m, self.n), min(self.m, self.n)) if self.routine == "svd" else (self.m, self.n)
-        return self.routine in ("qr", "lstsq", "svd") and costs.by_gram(shape, self.ranks)
+        small = self.routine in ("qr", "lstsq") or (self.routine == "svd" and costs.small_triangle(shape, self.ranks))
+        return small and costs.by_gram(shape, self.ranks)
 
     @property
     def alone(self) -> bool:
@@ -247,9 +248,6 @@ def kernel(routine: str) -> str:
 VECTORS = 7.5
 """The time of `svd` by that of its reduction in the model, which leaves out that half of it waits for memory: for n =
 1024 LAPACK takes on one core as long as 20 n³ operations of a fast product."""
-HELD = 4
-"""The squares that a rank's rows of a tall matrix take at least where one rank may find singular values of a larger R:
-it holds twice as much for a while."""
 
 
 def by_one(n: int, sizes: Mapping[str, int], vectors: bool = False) -> bool:
@@ -269,12 +267,10 @@ def by_one(n: int, sizes: Mapping[str, int], vectors: bool = False) -> bool:
 def svd_by_one(shape: tuple[int, int], sizes: Mapping[str, int], vectors: bool = True) -> bool:
     """Return True if one rank finds the singular values of a matrix [m, n], m ≥ n, of a tall one by R, for all.
 
-    It must be sooner, by `by_one`, and R be small: by itself, or beside the rows of a rank.  With `vectors` it finds
-    singular vectors too.
+    It must be sooner, by `by_one`, and R be small (`costs.small_triangle`).  With `vectors` it finds singular vectors
+    too.
     """
-    m, n = shape
-    small = n <= tunables.SVD_BY_ONE or m >= HELD * n * math.prod(sizes.values())
-    return n > 0 and small and by_one(n, sizes, vectors)
+    return costs.small_triangle(shape, math.prod(sizes.values())) and by_one(shape[1], sizes, vectors)
 
 
 def dealt(

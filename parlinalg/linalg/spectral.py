@@ -22,8 +22,9 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
+from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, rows_of_q, tall_qr
+from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, rows_of_q, tall_qr, tall_r
 from parlinalg.linalg.matrices import (
     ODD,
     LinAlgError,
@@ -260,7 +261,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     elif svd_by_one((m, n), x.grid.sizes):
         found = _by_first_rank(x, full_matrices)
     else:
-        found = None if full_matrices else _of_tall(x)
+        found = _of_tall(x) if not full_matrices and small_triangle((m, n), x.grid.size) else None
     if found is not None:
         return found
     reduced, scale, q = _bidiagonal([x], "svd")
@@ -329,6 +330,7 @@ def _by_reflections(x: DistArray) -> SVDResult | None:
     """Return what `svd` does, reduced, by R of a Householder QR factorization; None where R is out of range."""
     q = QRFactor(x, name="svd")
     r = q.R
+    q.given_up_r()
     if not truth(isfinite(r).all(), "finite", "whether the elements are finite"):
         return None
     u, s, vh = svd(r, full_matrices=False)
@@ -433,9 +435,9 @@ def svdvals(x: DistArray, /) -> DistArray:
     x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
         if x.ndim == 2 and by_qr_first(x):
-            tall = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
-            if tall is not None:
-                return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, tall.R)[0]
+            r = tall_r(x if x.shape[0] > x.shape[1] else x.mT)
+            if r is not None:
+                return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, r)[0]
         return batches("svdvals", lambda xp, a: kernels.routines(a).svd(a, compute_uv=False), svdvals, x)[0]
     return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
 
@@ -443,8 +445,8 @@ def svdvals(x: DistArray, /) -> DistArray:
 def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
     (m, n), layout, grid = held[0].shape, Layout(held[0].layout.dims[-1]), held[0].grid
-    few, tall = svd_by_one((m, n), grid.sizes, vectors=False), rows_of_q(held[0], with_q=False)
-    if few:
+    tall = rows_of_q(held[0], with_q=False) if small_triangle((m, n), grid.size) else None
+    if svd_by_one((m, n), grid.sizes, vectors=False):
         x = held.pop()
         r = _everywhere(x, name, keep=False)[0] if tall is None else tall[1]
         del x, tall
