@@ -35,7 +35,7 @@ from parlinalg.linalg.matrices import (
     tiles_for,
 )
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
-from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
+from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
 
@@ -957,34 +957,37 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
 
 def tall_qr(x: DistArray) -> QRResult | None:
     """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None of an ill conditioned one."""
-    if (found := rows_of_q(x)) is None:
+    if (found := nearly_q(x)) is None:
         return None
-    (y, r, rest), grid, layout = found, x.grid, x.layout.with_partial(())
+    (y, last, r, rest), grid, layout = found, x.grid, x.layout.with_partial(())
+    if grid.inside:
+        kernels.substitute(last, y, right=True, lower=True, adjoint=True)
     q = DistArray(y, x.shape, rest, grid).redistribute(layout)
     return QRResult(q, distributed(r, layout, grid, (x.shape[1],) * 2))
 
 
 def tall_r(x: DistArray) -> DistArray | None:
     """Return R of `tall_qr`, without the last products of Q."""
-    found = rows_of_q(x, with_q=False)
-    return None if found is None else distributed(found[1], x.layout.with_partial(()), x.grid, (x.shape[1],) * 2)
+    if (found := nearly_q(x)) is None:
+        return None
+    return distributed(found[2], x.layout.with_partial(()), x.grid, (x.shape[1],) * 2)
 
 
-def rows_of_q(x: DistArray, with_q: bool = True) -> tuple[Any, Any, Layout] | None:
-    """Return this rank's rows of Q, all of R, and the layout of such rows: the factorization of `tall_qr`, or None.
+def nearly_q(x: DistArray) -> tuple[Any, Any, Any, Layout] | None:
+    """Return this rank's rows Y of Q = Y L⁻ᴴ, L and R, which all ranks have, and the layout of Y: for `tall_qr`.
 
-    Each rank has at least as many rows as columns.  Without Q its rows are left out.
+    Each rank has at least as many rows as columns.  None of an ill conditioned matrix, or of one with more columns.
     """
     grid, rest = x.grid, by_rows(x)
     if rest is None:
         return None
-    y, r, sound = grid.backend.empty((0, 0), x.dtype), grid.backend.empty((0, 0), x.dtype), True
+    y = r = last = grid.backend.empty((0, 0), x.dtype)
+    sound = True
     if grid.inside:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
-            r, sound = orthogonalized(y, grid.everyone) if with_q else nearly_orthogonalized(y, grid.everyone)[:2]
-    y = y if with_q else grid.backend.empty((0, 0), x.dtype)
-    return None if grid.world.share(sound, others="alike").count(False) else (y, r, rest)
+            r, sound, last = nearly_orthogonalized(y, grid.everyone)
+    return None if grid.world.share(sound, others="alike").count(False) else (y, last, r, rest)
 
 
 def by_qr_first(x: DistArray) -> bool:

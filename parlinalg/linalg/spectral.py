@@ -24,7 +24,7 @@ from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
 from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, rows_of_q, tall_qr, tall_r
+from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     ODD,
     LinAlgError,
@@ -258,10 +258,12 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
         return _turned(svd(x.mT.conj(), full_matrices=full_matrices), layout)
     if not x.grid.backend.cpu:
         found = polar_svd(x, full_matrices)
-    elif svd_by_one((m, n), x.grid.sizes):
-        found = _by_first_rank(x, full_matrices)
     else:
-        found = _of_tall(x) if not full_matrices and small_triangle((m, n), x.grid.size) else None
+        alone, found = svd_by_one((m, n), x.grid.sizes), None
+        if not full_matrices and small_triangle((m, n), x.grid.size):
+            found = _of_tall(x, alone)
+        if found is None and alone:
+            found = _by_first_rank(x, full_matrices)
     if found is not None:
         return found
     reduced, scale, q = _bidiagonal([x], "svd")
@@ -306,7 +308,8 @@ def _on_one_rank(x: DistArray, full_matrices: bool) -> SVDResult | None:
     if m < n:
         found = _on_one_rank(x.mT.conj(), full_matrices)
         return None if found is None else _turned(found, layout)
-    if not full_matrices and (found := _of_tall(x)) is not None:
+    alone = x.grid.backend.cpu or n <= tunables.HOST_SVD
+    if not full_matrices and (found := _of_tall(x, alone)) is not None:
         return found
     if x.grid.backend.cpu:
         return _by_reflections(x)
@@ -315,15 +318,27 @@ def _on_one_rank(x: DistArray, full_matrices: bool) -> SVDResult | None:
     return None
 
 
-def _of_tall(x: DistArray) -> SVDResult | None:
-    """Return what `svd` does, reduced, by R of a QR factorization; None of a matrix for which `tall_qr` is not."""
-    if (q := tall_qr(x)) is None:
+def _of_tall(x: DistArray, alone: bool) -> SVDResult | None:
+    """Return what `svd` does, reduced, by R of `tall_qr`, or None; with `alone` by the first rank's vectors of R."""
+    if (found := nearly_q(x)) is None:
         return None
-    if x.grid.size == 1 and x.shape[1] <= tunables.HOST_SVD:
-        u, s, vh = batches("svd", lambda xp, a: tuple(kernels.small_svd(a)), svd, q.R)
-    else:
-        u, s, vh = svd(q.R, full_matrices=False)
-    return SVDResult(matmul(q.Q, u).redistribute(x.layout.with_partial(())), s, vh)
+    (y, last, r, rest), n, grid, layout = found, x.shape[1], x.grid, x.layout.with_partial(())
+    del found
+    if alone:
+        u, s, vh = _from_first_rank(r, (n, n), grid, "svd")
+        if grid.inside:
+            kernels.substitute(last, u, lower=True, adjoint=True)
+        del r, last
+        u = DistArray(y @ u, x.shape, rest, grid)
+        del y
+        values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
+        return SVDResult(u.redistribute(layout), values, distributed(vh, layout, grid, (n, n)))
+    if grid.inside:
+        kernels.substitute(last, y, right=True, lower=True, adjoint=True)
+    q = DistArray(y, x.shape, rest, grid).redistribute(layout)
+    del y, last
+    u, s, vh = svd(distributed(r, layout, grid, (n, n)), full_matrices=False)
+    return SVDResult(matmul(q, u).redistribute(layout), s, vh)
 
 
 def _by_reflections(x: DistArray) -> SVDResult | None:
@@ -338,20 +353,13 @@ def _by_reflections(x: DistArray) -> SVDResult | None:
 
 
 def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
-    """Return what `svd` does of a matrix [m, n] with m ≥ n by the first rank, of a tall one by its R."""
+    """Return what `svd` does of a matrix [m, n] with m ≥ n, which the first rank decomposes, or its R if it is tall."""
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
-    if not full_matrices and (tall := rows_of_q(x)) is not None:
-        y, r, rest = tall
-        u, s, vh = _from_first_rank(r, (n, n), grid, "svd")
-        u = DistArray(y @ u, (m, n), rest, grid)
-        del y
-        u = u.redistribute(layout)
-    else:
-        r, q = _everywhere(x, "svd")
-        top, k = (n, n) if q is not None else (m, m if full_matrices else n)
-        u, s, vh = _from_first_rank(r, (top, n), grid, "svd", full_matrices)
-        u = distributed(u, layout, grid, (top, k))
-        u = u if q is None else _completed(q, u, m if full_matrices else n, layout)
+    r, q = _everywhere(x, "svd")
+    top, k = (n, n) if q is not None else (m, m if full_matrices else n)
+    u, s, vh = _from_first_rank(r, (top, n), grid, "svd", full_matrices)
+    u = distributed(u, layout, grid, (top, k))
+    u = u if q is None else _completed(q, u, m if full_matrices else n, layout)
     values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
     return SVDResult(u, values, distributed(vh, layout, grid, (n, n)))
 
@@ -381,7 +389,7 @@ def _from_first_rank(
         try:
             with np.errstate(all="ignore"), kernels.raising(a):
                 if vectors:
-                    u[:], s[:], vh[:] = kernels.svd(a, full_matrices)
+                    u[:], s[:], vh[:] = kernels.svd(a, full_matrices) if backend.cpu else kernels.small_svd(a)
                 else:
                     s[:] = kernels.small_svd(a, compute_uv=False)
         except LinAlgError as error:
@@ -445,15 +453,17 @@ def svdvals(x: DistArray, /) -> DistArray:
 def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
     (m, n), layout, grid = held[0].shape, Layout(held[0].layout.dims[-1]), held[0].grid
-    tall = rows_of_q(held[0], with_q=False) if small_triangle((m, n), grid.size) else None
+    tall = nearly_q(held[0]) if small_triangle((m, n), grid.size) else None
+    r = None if tall is None else tall[2]
+    del tall
     if svd_by_one((m, n), grid.sizes, vectors=False):
         x = held.pop()
-        r = _everywhere(x, name, keep=False)[0] if tall is None else tall[1]
-        del x, tall
+        r = _everywhere(x, name, keep=False)[0] if r is None else r
+        del x
         return distributed(_from_first_rank(r, (n, n), grid, name, vectors=False), layout, grid, (n,))
-    if tall is not None:
-        held.append(distributed(tall[1], held.pop().layout.with_partial(()), grid, (n, n)))
-        del tall
+    if r is not None:
+        held.append(distributed(r, held.pop().layout.with_partial(()), grid, (n, n)))
+        del r
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
     return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, grid)
 
