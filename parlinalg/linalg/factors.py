@@ -912,8 +912,8 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
         if mode == "r" and (triangle := tall_r(x)) is not None:
             return _pivoted(triangle, mode)
         if mode != "r" and (tall := tall_qr(x)) is not None:
-            q, r, p = _pivoted(tall.R, mode)
-            return matmul(tall.Q, q).redistribute(layout), r, p
+            inner, r, p = _pivoted(tall.R, mode)
+            return matmul(tall.Q, inner).redistribute(layout), r, p
         work = QRFactor(x, keep=mode != "r")
         *q, r, p = _pivoted(work.R, mode)
         return *(work.turned(each) for each in q), r, p

@@ -236,9 +236,9 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     full_matrices : bool
         k = m and l = n for U and Vᴴ, else both are min(m, n).
 
-    U and Vᴴ lie like `x`, the values like its columns.  No rank holds more than a few times its share of the matrices.
-    Several GPUs find the polar decomposition first, and then the eigenvectors of its Hermitian factor (Nakatsukasa and
-    Higham 2013).
+    U and Vᴴ lie like `x`, the values like its columns.  No rank holds more than a few times its share of the matrices,
+    but of matrices of few columns, at most `tunables.SVD_BY_ONE`, one rank finds all.  Several GPUs find the polar
+    decomposition first, and then the eigenvectors of its Hermitian factor (Nakatsukasa and Higham 2013).
 
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
     as of `eigh`.  Of columns and rows that complete a basis the space counts.
@@ -380,18 +380,22 @@ def _from_first_rank(
     The first rank finds them for all, which so have the same bits; the others wait without a core.  Collective.
     """
     (m, n), backend, problem = shape, grid.backend, ""
-    u, s, vh = (backend.empty(size if grid.inside else (0, 0)[: len(size)], dtype) for size, dtype in (
-        ((m, m if full_matrices else n), a.dtype), ((n,), a.real.dtype), ((n, n), a.dtype),
-    ))  # fmt: skip
+    sizes = ((m, m if full_matrices else n), (n,), (n, n)) if vectors else ((n,),)
+    found = [
+        backend.empty(size if grid.inside else (0,) * len(size), a.dtype if len(size) > 1 else a.real.dtype)
+        for size in sizes
+    ]
     if grid.inside and not kernels.finite(a):
         problem = ODD
     elif grid.inside and grid.everyone.rank == 0:
         try:
             with np.errstate(all="ignore"), kernels.raising(a):
-                if vectors:
-                    u[:], s[:], vh[:] = kernels.svd(a, full_matrices) if backend.cpu else kernels.small_svd(a)
+                if not vectors:
+                    made: Any = (kernels.small_svd(a, compute_uv=False),)
                 else:
-                    s[:] = kernels.small_svd(a, compute_uv=False)
+                    made = kernels.svd(a, full_matrices) if backend.cpu else kernels.small_svd(a)
+                for each, part in zip(found, made, strict=True):
+                    each[:] = part
         except LinAlgError as error:
             problem = f"{name}: {error}"
     if grid.inside:
@@ -400,10 +404,9 @@ def _from_first_rank(
     refuse_odd(ODD in told, name)
     if wrong := next(filter(None, told), ""):
         raise LinAlgError(wrong)
-    for each in (u, s, vh) if vectors else (s,):
-        if grid.inside:
-            grid.everyone.broadcast(each, 0)
-    return (u, s, vh) if vectors else s
+    for each in found if grid.inside else ():
+        grid.everyone.broadcast(each, 0)
+    return found if vectors else found[0]
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
