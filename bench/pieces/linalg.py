@@ -19,6 +19,7 @@ more than LONGEST.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -277,7 +278,10 @@ def watched(most: list[int]) -> Any:
 
 def memory(library: Callable[[int, int], Piece], barrier: Callable[[], None]) -> float:
     """The most that this rank holds above its start, over the bytes of its blocks that go in and come out."""
-    library(SMALL * max(1, M // N), SMALL).run()
+    n = min(SMALL, N)
+    library(n * max(1, M // N), n).run()
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # parlinalg has glibc keep what is freed
+        ctypes.CDLL(None).malloc_trim(0)
     barrier()
     before, most = resident(), [0]
     piece = library(M, N)

@@ -566,6 +566,19 @@ def by_gram(shape: tuple[int, int], ranks: int) -> bool:
     return bool(n) and m >= blocks.TALL * n and n * ranks <= m
 
 
+HELD = 4
+"""The squares [n, n] in a rank's rows of a matrix from which on every rank may hold R while its values are found."""
+
+
+def small_triangle(shape: tuple[int, int], ranks: int) -> bool:
+    """Return True if each rank may hold R of a matrix [m, n], m ≥ n, for its singular values.
+
+    R is small by itself, or beside the rows of a rank.
+    """
+    m, n = shape
+    return n > 0 and (n <= tunables.SVD_BY_ONE or m >= HELD * n * ranks)
+
+
 def _by_rows(costs: Costs) -> Layout:
     """Return the layout in which only rows are cut."""
     return Layout(tuple(a for a, size in costs.deal.sizes.items() if size > 1), None)
@@ -708,7 +721,7 @@ def lstsq(
     values : Deal
         How the tiles of the reduction of R of a tall matrix are dealt, if all ranks find its singular values.
     alone : bool
-        Of a tall matrix one rank finds the singular values (`planner.by_one`).
+        One rank finds the singular values: of a tall matrix by `planner.by_one`, else by `planner.svd_by_one`.
     trees, sound : optional
         As of `qr`, by the Gram matrix of a tall matrix.
     """
@@ -738,7 +751,11 @@ def lstsq(
         tops = [x[x < k] for x in rows]
         if k:
             costs.agree(3)
-            bidiagonal(costs, None, (k, k), keep=False)
+            if alone:
+                _to_everyone(costs, k, tops)
+                costs.broadcast("singular values", costs.everyone, k, 0)
+            else:
+                bidiagonal(costs, None, (k, k), keep=False)
             _rank(costs, turned)
         more = deal.columns(sides) if wide else [x[x >= low] - low for x in deal.columns(low + sides)]
         if wide:
@@ -924,6 +941,7 @@ def conquer_bidiagonal(costs: Costs, n: int, kept: Sequence[int] | None = None) 
 def svd(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, full_matrices: bool = True, trees: Collection[int] = (),
     first: Deal | None = None, kept: Sequence[int] | None = None, workers: Deal | None = None,
+    sound: bool | None = True, alone: bool = False,
 ) -> Costs:  # fmt: skip
     """Add what `svd` receives; a tall matrix is factored by QR first.
 
@@ -935,6 +953,10 @@ def svd(
         How the tiles of that QR factorization are dealt; by default as the others.
     kept, workers : optional
         See `eigh`; of the vectors that are not known before a merge, one is that of the row between its parts.
+    trees, sound : optional
+        As of `qr`, by the Gram matrix of a tall matrix.
+    alone : bool
+        One rank finds the singular values and vectors of the matrix, or of R (`planner.svd_by_one`).
     """
     if shape[0] < shape[1]:
         layout, shape = Layout(*layout.dims[::-1]), shape[::-1]
@@ -942,21 +964,54 @@ def svd(
     first = deal if first is None else first
     tall = m > TALL * n and n > 0
     top = n if tall else m
-    if tall:
-        before = costs.turned(first)
+    k = m if full_matrices and not tall else n
+    ranks = len(costs.i)
+    gram = sound is not None and not full_matrices and small_triangle(shape, ranks) and by_gram(shape, ranks)
+    if gram:
+        _by_gram(costs, layout, shape)
+    gram = gram and bool(sound)
+    if gram and not alone:
+        costs.redistribute(HOME, _by_rows(costs), layout, shape)
+    before, tops = costs.turned(first), [x[x < n] for x in first.rows(m)]
+    if tall and not gram:
         qr_factor(before, layout, shape, trees=trees)
-        before.home(layout, (n, n), [x[x < n] for x in first.rows(m)], first.columns(n))
-    bidiagonal(costs, layout, (top, n), workers)
+        if alone:
+            _to_everyone(before, n, tops)
+        else:
+            before.home(layout, (n, n), tops, first.columns(n))
+    if alone:
+        if not tall:
+            costs.redistribute("matrix to all ranks", layout, Layout(None, None), shape)
+        for size in (top * k, n, n * n):
+            costs.broadcast("singular values and vectors", costs.everyone, size, 0)
+    else:
+        _svd_by_all(costs, layout, (top, n), k, kept, workers)
+    if gram and alone:
+        costs.redistribute(HOME, _by_rows(costs), layout, shape)
+    elif tall:
+        if not gram:
+            orthogonal(before, layout, shape, m if full_matrices else n)
+        _times_square(costs, "Q times U", layout, (m, n))
+    return costs
+
+
+def _svd_by_all(
+    costs: Costs, layout: Layout, shape: tuple[int, int], k: int, kept: Sequence[int] | None, workers: Deal | None
+) -> None:  # fmt: skip
+    """Add the reduction of a matrix, divide and conquer, and the way back to k columns of U, and to V."""
+    deal, (m, n) = costs.deal, shape
+    bidiagonal(costs, layout, shape, workers)
     conquer_bidiagonal(costs, n, kept)
     costs.agree(1)
     for _ in range(2):
         _from_rows(costs, n, n)
-    k = m if full_matrices and not tall else n
     for wide in (k, n):
         turn(costs, panels(n, PANEL * TOGETHER), after(deal.columns(wide), 0))
-    costs.home(layout, (top, k), deal.rows(top), deal.columns(k))
+    costs.home(layout, (m, k), deal.rows(m), deal.columns(k))
     costs.home(layout, (n, n), deal.rows(n), deal.columns(n), adjoint=True)
-    if tall:
-        orthogonal(costs.turned(first), layout, shape, m if full_matrices else n)
-        _times_square(costs, "Q times U", layout, (m, n))
-    return costs
+
+
+def _to_everyone(costs: Costs, n: int, tops: Sequence[Numbers]) -> None:
+    """Add the trip of R [n, n] from tiles to all ranks."""
+    every, deal = np.arange(n), costs.deal
+    costs.trip("R to all ranks", deal.places(tops, deal.columns(n)), [(every, every)] * len(costs.i))

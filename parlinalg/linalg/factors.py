@@ -35,12 +35,16 @@ from parlinalg.linalg.matrices import (
     tiles_for,
 )
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
-from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
+from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
 
 if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
+
+
+LONG_OF_ONE = 2
+"""Rows of a matrix by its columns from which on one rank factors it by QR first."""
 
 
 class QRResult(NamedTuple):
@@ -564,6 +568,13 @@ class QRFactor(Factor):
         mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
         return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
 
+    def whole_r(self) -> Any:
+        """Return R [k, n] on every rank of the grid, and no elements on others.  Collective."""
+        n, k, size = self.shape[1], min(self.shape), self.grid.size
+        mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
+        have, want = self.tiles.places(self.tops, self.columns), [(np.arange(k), np.arange(n))] * size
+        return move(mine, have, want, self.grid)
+
     def given_up_r(self) -> Any:
         """Return this rank's tiles of R, and drop them from the factorization."""
         r = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
@@ -880,8 +891,8 @@ def _small(x: DistArray) -> bool:
 def _triangle(x: DistArray) -> DistArray:
     """Return R [..., k, n] of the factorizations A = Q R of matrices [..., m, n], as `qr` does, and make no Q."""
     one = x.ndim == 2
-    if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
-        return found.R
+    if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_r(x)) is not None:
+        return found
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
         return batches("qr", lambda xp, a: kernels.routines(a).qr(a, "r"), _triangle, x)[0]
     return QRFactor(x, keep=False).R
@@ -894,14 +905,15 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
     """
     (m, n), layout = x.shape[-2:], x.layout.with_partial(())
     long = x.ndim == 2 and mode != "complete" and m > LONG * n and n
-    if x.ndim > 2 or (x.grid.size == 1 and not (long and x.size * x.dtype.itemsize >= kernels.LARGE)):
+    if x.ndim > 2 or (x.grid.size == 1 and not (long and by_qr_first(x))):
         *others, p = batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
         return *others, p.redistribute(Layout(*x.layout.dims[:-2], x.layout.dims[-1]))
     if long:
-        tall = tall_qr(x, with_q=mode != "r")
-        if tall is not None:
-            *q, r, p = _pivoted(tall.R, mode)
-            return *(matmul(tall.Q, each).redistribute(layout) for each in q), r, p
+        if mode == "r" and (triangle := tall_r(x)) is not None:
+            return _pivoted(triangle, mode)
+        if mode != "r" and (tall := tall_qr(x)) is not None:
+            inner, r, p = _pivoted(tall.R, mode)
+            return matmul(tall.Q, inner).redistribute(layout), r, p
         work = QRFactor(x, keep=mode != "r")
         *q, r, p = _pivoted(work.R, mode)
         return *(work.turned(each) for each in q), r, p
@@ -943,27 +955,48 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
     return found, tiles.home(last, rest, columns, (n, n), layout)
 
 
-def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
-    """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None if it is too ill conditioned.
+def tall_qr(x: DistArray) -> QRResult | None:
+    """Return Q and R of a matrix of few columns by its Gram matrix, without tiles; None of an ill conditioned one."""
+    if (found := nearly_q(x)) is None:
+        return None
+    (y, last, r, rest), grid, layout = found, x.grid, x.layout.with_partial(())
+    if grid.inside:
+        kernels.substitute(last, y, right=True, lower=True, adjoint=True)
+    q = DistArray(y, x.shape, rest, grid).redistribute(layout)
+    return QRResult(q, distributed(r, layout, grid, (x.shape[1],) * 2))
 
-    Each rank holds all of R meanwhile, and at least as many rows as columns.  Without Q its last products are left out.
+
+def tall_r(x: DistArray) -> DistArray | None:
+    """Return R of `tall_qr`, without the last products of Q."""
+    if (found := nearly_q(x)) is None:
+        return None
+    return distributed(found[2], x.layout.with_partial(()), x.grid, (x.shape[1],) * 2)
+
+
+def nearly_q(x: DistArray) -> tuple[Any, Any, Any, Layout] | None:
+    """Return this rank's rows Y of Q = Y L⁻ᴴ, L and R, which all ranks have, and the layout of Y: for `tall_qr`.
+
+    Each rank has at least as many rows as columns.  None of an ill conditioned matrix, or of one with more columns.
     """
-    (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
-    rest = by_rows(x)
+    grid, rest = x.grid, by_rows(x)
     if rest is None:
         return None
-    y, r, sound = grid.backend.empty((0, 0), x.dtype), grid.backend.empty((0, 0), x.dtype), True
+    y = r = last = grid.backend.empty((0, 0), x.dtype)
+    sound = True
     if grid.inside:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
-            r, sound = orthogonalized(y, grid.everyone) if with_q else nearly_orthogonalized(y, grid.everyone)[:2]
-    if grid.world.share(sound, others="alike").count(False):
-        return None
-    q = DistArray(y, (m, n), rest, grid)
-    q = q.redistribute(layout) if with_q else q
-    block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
-    mine = namespace(r).ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
-    return QRResult(q, DistArray(mine, (n, n), layout, grid))
+            r, sound, last = nearly_orthogonalized(y, grid.everyone)
+    return None if grid.world.share(sound, others="alike").count(False) else (y, last, r, rest)
+
+
+def by_qr_first(x: DistArray) -> bool:
+    """Return True if on one rank singular values or pivots of a matrix are sooner found by QR, of R.
+
+    A matrix on the host must be large, and have many more rows than columns, or columns than rows.
+    """
+    large = x.size * x.dtype.itemsize >= kernels.LARGE and max(x.shape) >= LONG_OF_ONE * min(x.shape)
+    return not x.grid.backend.cpu or large
 
 
 def by_rows(x: DistArray) -> Layout | None:

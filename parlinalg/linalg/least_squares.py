@@ -22,7 +22,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import QRFactor, by_rows
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, refuse_odd, scalar
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_odd, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
@@ -31,7 +31,6 @@ from parlinalg.linalg.spectral import (
     limit_of,
     svd,
     svdvals,
-    values_of,
     values_of_triangle,
 )
 from parlinalg.linalg.systems import LOWER, triangular_solution
@@ -224,7 +223,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         if not k:
             s = zeros((0,), dtype=a.real.dtype, grid=a.grid)
         else:
-            s = values_of([factor.R], "lstsq") if keep else values_of_triangle(factor, "lstsq")
+            s = values_of_triangle(factor, "lstsq", keep)
         rank = counted((s > limit_of(a, s, limit, 0)).sum(), k) if k else 0
         if rank == k:
             return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R, 1.0) if keep else ()
@@ -292,25 +291,14 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
         grid.everyone.broadcast(x, 0)
         if alone:
             grid.everyone.broadcast(s, 0)
-    where = grid.block(like, (n, b.shape[1])) if grid.inside else (range(0), range(0))
-    found = DistArray(_part(x, where), (n, b.shape[1]), like, grid)
+    found = distributed(x, like, grid, (n, b.shape[1]))
     if alone:
-        values = Layout(a.layout.dims[-1])
-        (at,) = grid.block(values, (n,)) if grid.inside else (range(0),)
-        return found, n, DistArray(s[at.start : at.stop].copy(), (n,), values, grid)
-    layout = a.layout.with_partial(())
-    where = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
-    triangle = DistArray(_part(r, where), (n, n), layout, grid)
+        return found, n, distributed(s, Layout(a.layout.dims[-1]), grid, (n,))
+    triangle = distributed(r, a.layout.with_partial(()), grid, (n, n))
     values_of_all = svdvals(triangle)
     if counted((values_of_all > limit_of(triangle, values_of_all, limit, 0)).sum(), n) < n:
         return None
     return found, n, values_of_all
-
-
-def _part(x: Any, where: tuple[range, ...]) -> Any:
-    """Return the rows and columns of a matrix that are this rank's, in an array of their own."""
-    rows, columns = where
-    return x[rows.start : rows.stop, columns.start : columns.stop].copy(order="C")
 
 
 # ------------------------------------------------------------------------------------------------ stacks

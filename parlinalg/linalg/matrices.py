@@ -154,11 +154,11 @@ def scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
     return DistArray(grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), grid)
 
 
-def distributed(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
-    """Return a vector that every rank has as a distributed one."""
-    (part,) = grid.block(layout, values.shape)
-    block = namespace(values).ascontiguousarray(values[part.start : part.stop])
-    return DistArray(grid.backend.from_host(block), values.shape, layout, grid)
+def distributed(values: Any, layout: Layout, grid: Grid, shape: tuple[int, ...] | None = None) -> DistArray:
+    """Return an array that every rank has as a distributed one; ranks outside the grid need its shape alone."""
+    shape = values.shape if shape is None else shape
+    where = tuple(slice(each.start, each.stop) for each in grid.block(layout, shape))
+    return DistArray(grid.backend.from_host(values[where].copy(order="C")), shape, layout, grid)
 
 
 def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name: str) -> Any:

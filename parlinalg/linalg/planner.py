@@ -137,11 +137,10 @@ class LinalgPlan:
             return costs.qr(found, rest, (self.m, self.n))
         if (values := self.values) is not None:
             other = default_layout(tuple(self.sizes), (self.m, self.sides))
-            alone = by_one(self.n, self.sizes)
-            return costs.lstsq(found, rest, (self.m, self.n), self.sides, other, values=values, alone=alone)
+            return costs.lstsq(found, rest, (self.m, self.n), self.sides, other, values=values, alone=self.alone)
         if self.routine == "eigh":
             return costs.eigh(found, rest, self.n)
-        return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=self.first)
+        return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=self.first, alone=self.alone)
 
     @property
     def busiest(self) -> int:
@@ -150,11 +149,23 @@ class LinalgPlan:
 
     @property
     def gram(self) -> bool:
-        """True if `qr` or `lstsq` takes the way by Gram matrices, which leaves the matrix where it lies.
+        """True if `qr`, `lstsq` or `svd` takes the way by Gram matrices, which leaves the matrix where it lies.
 
-        With pivoting R alone goes to tiles.
+        With pivoting, and of `svd` unless it is `alone`, R alone goes to tiles.
         """
-        return self.routine in ("qr", "lstsq") and costs.by_gram((self.m, self.n), self.ranks)
+        shape = (max(self.m, self.n), min(self.m, self.n)) if self.routine == "svd" else (self.m, self.n)
+        small = self.routine in ("qr", "lstsq") or (self.routine == "svd" and costs.small_triangle(shape, self.ranks))
+        return small and costs.by_gram(shape, self.ranks)
+
+    @property
+    def alone(self) -> bool:
+        """True if one of several ranks finds the singular values of `svd` or `lstsq`, of a tall matrix those of R."""
+        m, n = max(self.m, self.n), min(self.m, self.n)
+        if self.ranks == 1 or self.routine not in ("svd", "lstsq"):
+            return False
+        if self.routine == "svd":
+            return svd_by_one((m, n), self.sizes)
+        return by_one(n, self.sizes) if self.gram else svd_by_one((n, n), self.sizes, vectors=False)
 
     @property
     def words(self) -> int:
@@ -169,11 +180,15 @@ class LinalgPlan:
     @property
     def time(self) -> Time:
         """The time of the model, without the trips, in operations of a fast product."""
-        deal = self.deal
-        found = blocks.predicted(self.kernel, *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
+        deal, alone = self.deal, self.alone
+        grid = (1, 1) if alone and self.routine == "svd" else (deal.R, deal.C)
+        found = blocks.predicted(self.kernel, *self.shape, *grid, self.block, self.machine, deal.D)
+        if self.routine == "svd":
+            found = found._replace(products=found.products * VECTORS)
         if (values := self.values) is not None:
             k, values = min(self.m, self.n), values if self.gram else deal
-            more = blocks.predicted("svd", k, k, values.R, values.C, values.size, self.machine)
+            grid = (1, 1) if alone else (values.R, values.C)
+            more = blocks.predicted("svd", k, k, *grid, values.size, self.machine)
             more = more._replace(products=more.products / 2)  # no vectors
             found = Time(*(x + y for x, y in zip(found, more, strict=True)))
         if (first := self.first) is not None:
@@ -194,7 +209,9 @@ class LinalgPlan:
         if self.routine in SOLUTIONS:
             rest += -(-self.m * self.sides // self.ranks)
             tiles += rows * deal.most(m, self.sides)[1]
-        if (first := self.first) is not None:  # before what is done with R
+        if self.alone and self.routine == "svd":  # rows of Q and of Q U, and what one rank has
+            tiles, panels = 0, (2 * rest if self.gram else 0) + 8 * m * n
+        if (first := self.first) is not None and not (self.gram and self.alone):  # before what is done with R
             m = max(self.m, self.n)
             tiles = max(tiles, math.prod(first.most(m, n)))
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
@@ -228,14 +245,32 @@ def kernel(routine: str) -> str:
     return "qr" if routine == "lstsq" else routine
 
 
-def by_one(n: int, sizes: Mapping[str, int]) -> bool:
-    """Return True if one rank finds the singular values of a matrix [n, n] sooner than all do together."""
+VECTORS = 7.5
+"""The time of `svd` by that of its reduction in the model, which leaves out that half of it waits for memory: for n =
+1024 LAPACK takes on one core as long as 20 n³ operations of a fast product."""
+
+
+def by_one(n: int, sizes: Mapping[str, int], vectors: bool = False) -> bool:
+    """Return True if one rank finds the singular values of a matrix [n, n] sooner than all do together.
+
+    With `vectors` it finds singular vectors too.
+    """
     deal = dealt("svd", n, n, sizes, None, True)
     alone, together = (
-        blocks.predicted("svd", n, n, rows, columns, deal.size, blocks.machine()).total
+        blocks.predicted("svd", n, n, rows, columns, deal.size, blocks.machine())
         for rows, columns in ((1, 1), (deal.R, deal.C))
     )
-    return alone <= together
+    factor = VECTORS if vectors else 1
+    return alone.products * factor <= together.total + (factor - 1) * together.products
+
+
+def svd_by_one(shape: tuple[int, int], sizes: Mapping[str, int], vectors: bool = True) -> bool:
+    """Return True if one rank finds the singular values of a matrix [m, n], m ≥ n, of a tall one by R, for all.
+
+    It must be sooner, by `by_one`, and R be small (`costs.small_triangle`).  With `vectors` it finds singular vectors
+    too.
+    """
+    return costs.small_triangle(shape, math.prod(sizes.values())) and by_one(shape[1], sizes, vectors)
 
 
 def dealt(
@@ -438,8 +473,6 @@ def _grids(ranks: int) -> list[dict[str, int]]:
 
 # ------------------------------------------------------------------------------------------------ the explanation
 RUNNERS_UP = 3
-NO_OTHERS = ("no other grid or size of tiles is possible", "on any grid whole columns are dealt alike")
-"""Why, without and with pivoting."""
 
 
 def explain(plan: LinalgPlan) -> str:
@@ -449,11 +482,18 @@ def explain(plan: LinalgPlan) -> str:
         *_parts(plan),
         ("messages", f"{_count(plan.messages, 'collective call')} in which this rank takes part"),
         ("memory", _memory(plan)), ("time", _time(plan)),
-        ("others", "; ".join(_others(plan)) or f"none, {NO_OTHERS[plan.pivoting]}"),
+        ("others", "; ".join(_others(plan)) or f"none, {_no_others(plan)}"),
     ]  # fmt: skip
     if plan.routine in blocks.REPLICATED and plan.m == plan.n:
         rows.append(("2.5D", _replicated(plan)))
     return "\n".join(f"{name:<10}{text}" for name, text in rows)
+
+
+def _no_others(plan: LinalgPlan) -> str:
+    if plan.pivoting:
+        return "on any grid whole columns are dealt alike"
+    alone = plan.routine == "svd" and plan.alone
+    return "on any grid one rank does this" if alone else "no other grid or size of tiles is possible"
 
 
 def _matrix(plan: LinalgPlan) -> str:
@@ -464,6 +504,10 @@ def _matrix(plan: LinalgPlan) -> str:
 
 def _grid(plan: LinalgPlan) -> str:
     deal = plan.deal
+    made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
+    if plan.routine == "svd" and plan.alone:
+        (m, n), name = plan.shape, "A" if plan.first is None else "R"
+        return f"one rank on Grid({{{made}}}): it finds the singular values of {name}[{m}, {n}] sooner than all would"
     why = {
         "square": "as near to a square as its axes make",
         "tall": "rows alone are dealt, since the matrix is tall",
@@ -476,7 +520,6 @@ def _grid(plan: LinalgPlan) -> str:
         why = "the matrix is empty"
     if plan.pivoting:
         why = "whole columns are dealt, from which ranks choose without sums"
-    made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
     return f"{_in_layers(deal)}{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
 
 
@@ -487,6 +530,8 @@ def _tiles(plan: LinalgPlan) -> str:
             by = "its Gram matrix" if plan.gram else f"a QR factorization on tiles of {first.size} rows and columns"
             text += f", of R[{plan.n}, {plan.n}], which {by} gives"
         return text
+    if plan.routine == "svd" and (plan.alone or plan.first is not None):
+        return _tiles_of_svd(plan)
     text = f"{plan.block:,} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
     own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near, plan.depth).size
     text += "" if own == plan.block else f"; the model would choose {own}"
@@ -495,11 +540,23 @@ def _tiles(plan: LinalgPlan) -> str:
     return text
 
 
+def _tiles_of_svd(plan: LinalgPlan) -> str:
+    """Return the tiles of R, and of the QR factorization that gives it, as text."""
+    n, first = min(plan.m, plan.n), plan.first
+    if first is None:
+        return "none: the matrix goes to the rank that finds its singular values"
+    by = f"a QR factorization on tiles of {first.size} rows and columns"
+    by = f"its Gram matrix, or {by} if the matrix is too ill conditioned," if plan.gram else by
+    text = "none" if plan.alone else f"{plan.block:,} rows and columns, {_count(-(-n // plan.block), 'step')}"
+    return f"{text}, of R[{n}, {n}], which {by} gives"
+
+
 def _words(plan: LinalgPlan) -> str:
     text = f"{plan.words:,} received by rank {plan.busiest}, which receives the most; at rest A lies in {plan.layout!r}"
     if plan.routine in ("lu", "solve") and plan.deal.R > 1:
         text += "; pivots are taken to fall evenly on the grid rows"
-    if plan.routine in ("eigh", "svd") and plan.ranks > 1:
+    alone = plan.routine == "svd" and plan.alone
+    if plan.routine in ("eigh", "svd") and plan.ranks > 1 and not alone:
         text += "; those of divide and conquer are a bound"
     if plan.routine == "lstsq" and plan.ranks > 1:
         text += "; A is taken to have full rank"
@@ -507,7 +564,7 @@ def _words(plan: LinalgPlan) -> str:
         text += "; the columns are taken to come in their order"
     if plan.routine in ("qr", "lstsq") and (plan.first or plan.deal).R > 1:
         text += "; panels are taken to be well conditioned"
-    if plan.near and plan.ranks > 1 and plan.routine in ("cholesky", "eigh", "svd"):
+    if plan.near and plan.ranks > 1 and plan.routine in ("cholesky", "eigh", "svd") and not alone:
         text += "; each rank is taken to have a core"
     return text
 
@@ -559,7 +616,7 @@ def _others(plan: LinalgPlan) -> list[str]:
         return replace(plan, sizes=grid, block=b, faster=None)
 
     found = [] if plan.faster is None else [line(_named(plan.faster), plan.faster)]
-    if plan.pivoting:
+    if plan.pivoting or (plan.routine == "svd" and plan.alone):
         return found
     kind, shape = kernel(plan.routine), plan.shape
     sizes = sorted({*blocks.candidates(kind, *shape, deal.R, deal.C), plan.block})

@@ -159,16 +159,17 @@ def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
 
 def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
     """Do what `orthogonalized` does but for its last step, Q = Y L⁻ᴴ; return L too."""
-    first, _ = _gram_factor(y, comm)
+    first = _gram_factor(y, comm)[0]
     kernels.substitute(first, y, right=True, lower=True, adjoint=True)
     last, gram = _gram_factor(y, comm)
-    one = namespace(y).eye(y.shape[1], dtype=y.dtype)
-    r = kernels.adjoint(last) @ kernels.adjoint(first)
     if not has_values(gram):
         sound = gram.device.assume("conditioned", "whether the Gram matrix of columns orthogonalizes them")
     else:
-        sound = not gram.size or bool(abs(gram - one).max() < NEAR)
-    return r, sound, last
+        gram.reshape(-1)[:: len(gram) + 1] -= 1
+        real = gram.dtype.kind != "c"  # whose sizes need no array
+        sound = not gram.size or bool(max(gram.max(), -gram.min()) < NEAR if real else abs(gram).max() < NEAR)
+    del gram
+    return kernels.adjoint(last) @ kernels.adjoint(first), sound, last
 
 
 def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:

@@ -22,8 +22,9 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
+from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, by_rows, cho_factor, cholesky, tall_qr
+from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     ODD,
     LinAlgError,
@@ -35,6 +36,7 @@ from parlinalg.linalg.matrices import (
     scaled,
     tiles_for,
 )
+from parlinalg.linalg.planner import svd_by_one
 from parlinalg.linalg.systems import inv, solve_triangular
 from parlinalg.matmul import matmul
 
@@ -234,9 +236,9 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     full_matrices : bool
         k = m and l = n for U and Vᴴ, else both are min(m, n).
 
-    U and Vᴴ lie like `x`, the values like its columns.  No rank holds more than a few times its share of the matrices.
-    Several GPUs find the polar decomposition first, and then the eigenvectors of its Hermitian factor (Nakatsukasa and
-    Higham 2013).
+    U and Vᴴ lie like `x`, the values like its columns.  No rank holds more than a few times its share of the matrices,
+    but of matrices of few columns, at most `tunables.SVD_BY_ONE`, one rank finds all.  Several GPUs find the polar
+    decomposition first, and then the eigenvectors of its Hermitian factor (Nakatsukasa and Higham 2013).
 
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
     as of `eigh`.  Of columns and rows that complete a basis the space counts.
@@ -254,7 +256,15 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     (m, n), layout = x.shape, x.layout.with_partial(())
     if m < n:
         return _turned(svd(x.mT.conj(), full_matrices=full_matrices), layout)
-    if not x.grid.backend.cpu and (found := polar_svd(x, full_matrices)) is not None:
+    if not x.grid.backend.cpu:
+        found = polar_svd(x, full_matrices)
+    else:
+        alone, found = svd_by_one((m, n), x.grid.sizes), None
+        if not full_matrices and small_triangle((m, n), x.grid.size):
+            found = _of_tall(x, alone)
+        if found is None and alone:
+            found = _by_first_rank(x, full_matrices)
+    if found is not None:
         return found
     reduced, scale, q = _bidiagonal([x], "svd")
     tiles, top = reduced.tiles, reduced.shape[0]
@@ -293,28 +303,110 @@ def _on_one_rank(x: DistArray, full_matrices: bool) -> SVDResult | None:
     Of a matrix of many more rows than columns, or columns than rows, those of R of its QR factorization.
     """
     (m, n), layout = x.shape, x.layout.with_partial(())
-    if x.grid.backend.cpu and (full_matrices or not _worth_qr(x)):
+    if x.grid.backend.cpu and (full_matrices or not by_qr_first(x)):
         return None
     if m < n:
         found = _on_one_rank(x.mT.conj(), full_matrices)
         return None if found is None else _turned(found, layout)
-    if not full_matrices and (q := tall_qr(x)) is not None:
-        if n <= tunables.HOST_SVD:
-            u, s, vh = batches("svd", lambda xp, a: tuple(kernels.small_svd(a)), svd, q.R)
-        else:
-            u, s, vh = svd(q.R, full_matrices=False)
-        return SVDResult(matmul(q.Q, u, layout=layout), s, vh)
-    if not x.grid.backend.cpu and m == n and n >= tunables.POLAR_SVD[x.real.dtype.itemsize]:
+    alone = x.grid.backend.cpu or n <= tunables.HOST_SVD
+    if not full_matrices and (found := _of_tall(x, alone)) is not None:
+        return found
+    if x.grid.backend.cpu:
+        return _by_reflections(x)
+    if m == n and n >= tunables.POLAR_SVD[x.real.dtype.itemsize]:
         return polar_svd(x, full_matrices)
     return None
 
 
-def _worth_qr(x: DistArray) -> bool:
-    """Return True if a matrix on one rank may be factored by QR first: on the host a large one that is long or wide."""
-    if not x.grid.backend.cpu:
-        return True
-    tall = x if x.shape[0] >= x.shape[1] else x.mT
-    return x.size * x.dtype.itemsize >= kernels.LARGE and by_rows(tall) is not None
+def _of_tall(x: DistArray, alone: bool) -> SVDResult | None:
+    """Return what `svd` does, reduced, by R of `tall_qr`, or None; with `alone` by the first rank's vectors of R."""
+    if (found := nearly_q(x)) is None:
+        return None
+    (y, last, r, rest), n, grid, layout = found, x.shape[1], x.grid, x.layout.with_partial(())
+    del found
+    if alone:
+        u, s, vh = _from_first_rank(r, (n, n), grid, "svd")
+        if grid.inside:
+            kernels.substitute(last, u, lower=True, adjoint=True)
+        del r, last
+        u = DistArray(y @ u, x.shape, rest, grid)
+        del y
+        values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
+        return SVDResult(u.redistribute(layout), values, distributed(vh, layout, grid, (n, n)))
+    if grid.inside:
+        kernels.substitute(last, y, right=True, lower=True, adjoint=True)
+    q = DistArray(y, x.shape, rest, grid).redistribute(layout)
+    del y, last
+    u, s, vh = svd(distributed(r, layout, grid, (n, n)), full_matrices=False)
+    return SVDResult(matmul(q, u).redistribute(layout), s, vh)
+
+
+def _by_reflections(x: DistArray) -> SVDResult | None:
+    """Return what `svd` does, reduced, by R of a Householder QR factorization; None where R is out of range."""
+    q = QRFactor(x, name="svd")
+    r = q.R
+    q.given_up_r()
+    if not truth(isfinite(r).all(), "finite", "whether the elements are finite"):
+        return None
+    u, s, vh = svd(r, full_matrices=False)
+    return SVDResult(q.turned(u), s, vh)
+
+
+def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
+    """Return what `svd` does of a matrix [m, n] with m ≥ n, which the first rank decomposes, or its R if it is tall."""
+    (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
+    r, q = _everywhere(x, "svd")
+    top, k = (n, n) if q is not None else (m, m if full_matrices else n)
+    u, s, vh = _from_first_rank(r, (top, n), grid, "svd", full_matrices)
+    u = distributed(u, layout, grid, (top, k))
+    u = u if q is None else _completed(q, u, m if full_matrices else n, layout)
+    values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
+    return SVDResult(u, values, distributed(vh, layout, grid, (n, n)))
+
+
+def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFactor | None]:
+    """Return on all ranks a matrix, or R of its QR factorization if it is tall, and this factorization."""
+    if x.shape[0] <= TALL * x.shape[1]:
+        return x.redistribute(Layout(None, None)).block, None
+    q = QRFactor(x, name=name, keep=keep)
+    return q.whole_r(), q
+
+
+def _from_first_rank(
+    a: Any, shape: tuple[int, int], grid: Grid, name: str, full_matrices: bool = False, vectors: bool = True
+) -> Any:  # fmt: skip
+    """Return U, the singular values and Vᴴ, or without `vectors` the values, of a matrix that all ranks have.
+
+    The first rank finds them for all, which so have the same bits; the others wait without a core.  Collective.
+    """
+    (m, n), backend, problem = shape, grid.backend, ""
+    sizes = ((m, m if full_matrices else n), (n,), (n, n)) if vectors else ((n,),)
+    found = [
+        backend.empty(size if grid.inside else (0,) * len(size), a.dtype if len(size) > 1 else a.real.dtype)
+        for size in sizes
+    ]
+    if grid.inside and not kernels.finite(a):
+        problem = ODD
+    elif grid.inside and grid.everyone.rank == 0:
+        try:
+            with np.errstate(all="ignore"), kernels.raising(a):
+                if not vectors:
+                    made: Any = (kernels.small_svd(a, compute_uv=False),)
+                else:
+                    made = kernels.svd(a, full_matrices) if backend.cpu else kernels.small_svd(a)
+                for each, part in zip(found, made, strict=True):
+                    each[:] = part
+        except LinAlgError as error:
+            problem = f"{name}: {error}"
+    if grid.inside:
+        grid.everyone.barrier()
+    told = grid.world.share(problem, others="alike")
+    refuse_odd(ODD in told, name)
+    if wrong := next(filter(None, told), ""):
+        raise LinAlgError(wrong)
+    for each in found if grid.inside else ():
+        grid.everyone.broadcast(each, 0)
+    return found if vectors else found[0]
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -353,31 +445,46 @@ def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
-        if x.ndim == 2 and _worth_qr(x):
-            tall = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
-            if tall is not None:
-                return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, tall.R)[0]
+        if x.ndim == 2 and by_qr_first(x):
+            r = tall_r(x if x.shape[0] > x.shape[1] else x.mT)
+            if r is not None:
+                return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, r)[0]
         return batches("svdvals", lambda xp, a: kernels.routines(a).svd(a, compute_uv=False), svdvals, x)[0]
     return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
 
 
 def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
-    layout, grid = Layout(held[0].layout.dims[-1]), held[0].grid
+    (m, n), layout, grid = held[0].shape, Layout(held[0].layout.dims[-1]), held[0].grid
+    tall = nearly_q(held[0]) if small_triangle((m, n), grid.size) else None
+    r = None if tall is None else tall[2]
+    del tall
+    if svd_by_one((m, n), grid.sizes, vectors=False):
+        x = held.pop()
+        r = _everywhere(x, name, keep=False)[0] if r is None else r
+        del x
+        return distributed(_from_first_rank(r, (n, n), grid, name, vectors=False), layout, grid, (n,))
+    if r is not None:
+        held.append(distributed(r, held.pop().layout.with_partial(()), grid, (n, n)))
+        del r
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
     return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, grid)
 
 
-def values_of_triangle(factor: QRFactor, name: str) -> DistArray:
-    """Return the singular values of R of a QR factorization [m, n] with m ≥ n, whose tiles are overwritten."""
-    tiles, n, t = factor.tiles, factor.shape[1], factor.given_up_r()
-    t = tiles.grid.backend.to_host(t)
+def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
+    """Return the singular values of R of a QR factorization [m, n] with m ≥ n, whose tiles without `keep` are lost."""
+    tiles, n, layout = factor.tiles, factor.shape[1], Layout(factor.layout.dims[-1])
+    if svd_by_one((n, n), tiles.grid.sizes, vectors=False):
+        found = _from_first_rank(factor.whole_r(), (n, n), tiles.grid, name, vectors=False)
+        return distributed(found, layout, tiles.grid, (n,))
+    if keep:
+        return values_of([factor.R], name)
+    t = tiles.grid.backend.to_host(factor.given_up_r())
     scale = scaled(tiles, [t], t.dtype, name)
     held = [t]
     del t
     reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
-    found = _unscaled(bidiagonal.values(reduced), scale)
-    return distributed(found, Layout(factor.layout.dims[-1]), tiles.grid)
+    return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, tiles.grid)
 
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:

@@ -9,7 +9,7 @@ import pytest
 from parlinalg import tunables
 from parlinalg.backend import skinny
 from parlinalg.grid import Grid
-from parlinalg.linalg import blocks, kernels, tiles
+from parlinalg.linalg import blocks, kernels, planner, spectral, tiles
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,8 @@ def ways(request, monkeypatch):
 
     Of a test of several grids it is the one of two axes that deals rows, and the one of one axis that does not.
     Of the ranks of a node all, two or one factor matrices and make them tridiagonal.  In half the tests compiled
-    loops, where there are some, compute on small blocks too; in half one rank does what it does with large matrices.
+    loops, where there are some, compute on small blocks too; in half one rank does what it does with large matrices; in
+    half all ranks find the singular values of small matrices too.
     """
     if request.node.get_closest_marker("serial"):
         return
@@ -36,3 +37,6 @@ def ways(request, monkeypatch):
         monkeypatch.setattr(skinny, "LEAST", 1)
     if number & 32:
         monkeypatch.setattr(kernels, "LARGE", 1)
+    if number & 64:
+        for module in (planner, spectral):
+            monkeypatch.setattr(module, "svd_by_one", lambda *args, **options: False)

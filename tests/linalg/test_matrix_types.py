@@ -83,6 +83,21 @@ def general(n: int, dtype, rng) -> Iterator[tuple[str, Callable[[], np.ndarray]]
     yield "companion", lambda: np.eye(n, k=-1) + np.outer(np.ones(n), np.eye(n)[-1])
 
 
+def tall(n: int, dtype, rng) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """Matrices [9 n, n], some of which their Gram matrices orthogonalize, and some not."""
+    m = 9 * n
+    for name, make in general(n, dtype, rng):
+        yield name, lambda make=make: np.linalg.qr(random((m, n), np.result_type(dtype, np.float64), rng))[0] @ make()
+    if n < 2:
+        return
+    steps = np.geomspace(1, eps(dtype) ** 2, m)[:, None]
+    yield "rows graded", lambda: random((m, n), dtype, rng) * steps
+    yield "rows graded up", lambda: random((m, n), dtype, rng) * steps[::-1]
+    yield "rows and columns graded", lambda: random((m, n), dtype, rng) * steps * np.geomspace(1, eps(dtype), n)
+    yield "one large row", lambda: random((m, n), dtype, rng) * np.where(np.arange(m) == n, 1 / eps(dtype), 1)[:, None]
+    yield "few rows that are not 0", lambda: random((m, n), dtype, rng) * (np.arange(m) < n // 2)[:, None]
+
+
 def wilkinson(n: int) -> np.ndarray:
     a = np.tril(np.full((n, n), -1.0), -1) + np.eye(n)
     a[:, -1] = 1
@@ -185,6 +200,15 @@ def of_svd(a, x, c, rng):
     yield difference(linalg.svdvals(x).gather()[:, None] * c, s[:, None] * c, a.dtype)
 
 
+def of_tall_svd(a, x, c, rng):
+    u, s, vh = (f.gather() for f in linalg.svd(x, full_matrices=False))
+    yield difference((u * (s * c)) @ vh, a * c, a.dtype)
+    yield orthogonality(u)
+    yield orthogonality(vh)
+    yield difference(linalg.svdvals(x).gather()[:, None] * c, s[:, None] * c, a.dtype)
+    yield difference(s[:, None] * c, np.linalg.svd(a * c, compute_uv=False)[:, None], a.dtype)
+
+
 def of_eig(a, x, c, rng):
     w, v = (f.gather() for f in linalg.eig(x))
     w = w * c
@@ -230,7 +254,7 @@ def of_cholesky(a, x, c, rng):
 ROUTINES = {
     "lu": (general, of_lu), "qr": (general, of_qr), "svd": (general, of_svd), "eig": (general, of_eig),
     "polar": (general, of_polar), "eigh": (hermitian, of_eigh), "cholesky": (hermitian, of_cholesky),
-    "qr with pivoting": (general, of_pivoted_qr),
+    "qr with pivoting": (general, of_pivoted_qr), "tall svd": (tall, of_tall_svd),
 }  # fmt: skip
 
 
@@ -262,7 +286,8 @@ def test_ratios(grid, routine, full):
     types, ratios = ROUTINES[routine]
     rng = np.random.default_rng(sorted(ROUTINES).index(routine) + 10 * grid.size)
     every = layouts(grid.axes, 2, partial=False)
-    sizes = (0, 1, 2, 7, 97, *LARGE) if full else (0, 1, 2, 7, 97)
+    large = (300,) if routine == "tall svd" else tuple(LARGE)
+    sizes = (0, 1, 2, 7, 97, *large) if full else (0, 1, 2, 7, 97)
     worst: tuple = (0.0,)
     for n, dtype, name, a in chosen(types, sizes, 0.08 / grid.size**0.5, rng):
         if (routine, name) in UNBALANCED:

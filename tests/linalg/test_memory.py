@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import Layout, linalg
 from parlinalg.grid import Grid
 
 N, COLUMNS = 512, 16
@@ -67,4 +67,23 @@ def test_memory_is_a_few_times_the_blocks(make_grid, name):
 
     case(N)[0]()  # what is imported once, and loops that are compiled for large blocks
     ratio = max(grid.world.share(most(*case(2 * N if name in LARGER else N))))
+    assert ratio < 3, ratio
+
+
+TALL = {
+    "svd": lambda a: linalg.svd(a, full_matrices=False), "qr with pivoting": lambda a: linalg.qr(a, pivoting=True),
+    "svd, wide": lambda a: linalg.svd(a.mT, full_matrices=False), "svdvals": linalg.svdvals,
+}  # fmt: skip
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("shape", [(16384, 64), (4096, 256), (1600, 400)], ids=str)
+@pytest.mark.parametrize("name", TALL)
+def test_memory_of_tall_matrices(make_grid, world, name, shape):
+    grid = make_grid({"r": world.size})
+    if not grid.backend.cpu:
+        return
+    x = pla.distribute(np.random.default_rng(5).uniform(-1, 1, shape), grid, Layout("r", None))
+    TALL[name](x)
+    ratio = max(grid.world.share(most(lambda: TALL[name](x), (x,))))
     assert ratio < 3, ratio

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -190,7 +192,8 @@ def test_wrong_pairs_of_matrices(grid):
 
 
 @pytest.mark.parametrize(
-    "shape_of", [lambda n: (n, n), lambda n: (n + 3, n), lambda n: (n, 2 * n + 1), lambda n: (4, n)]
+    "shape_of",
+    [lambda n: (n, n), lambda n: (n + 3, n), lambda n: (n, 2 * n + 1), lambda n: (4, n), lambda n: (12 * n, n)],
 )
 @pytest.mark.parametrize("full", [True, False])
 def test_svd(grid, shape_of, full):
@@ -213,6 +216,17 @@ def test_svd(grid, shape_of, full):
         ratio(norm(u.conj().T @ u - np.eye(u.shape[1])), 1, most, dtype, (name, shape, dtype, "U"))
         ratio(norm(vh @ vh.conj().T - np.eye(len(vh))), 1, most, dtype, (name, shape, dtype, "V"))
         ratio(np.abs(linalg.svdvals(x).gather() - s).max(initial=0), norm(a), most, dtype, (name, "values alone"))
+
+
+@pytest.mark.parametrize("shape", [(30, 30), (170, 20), (20, 170), (60, 20), (25, 20)], ids=str)
+def test_all_ranks_have_the_same_bits(grid, shape):
+    """Of values and vectors that one rank finds, or all together: each rank has all of them."""
+    a = np.random.default_rng(8).standard_normal(shape)
+    x = pla.distribute(a, grid, Layout(None, None))
+    small, given = pla.distribute(a, grid, Layout(None, None)), pla.distribute(a, grid, grid.default_layout(shape))
+    for found in (linalg.svd(x, full_matrices=False), (linalg.svdvals(small),), (linalg.svdvals(given),)):
+        told = grid.world.share([zlib.crc32(each.gather().tobytes()) for each in found])
+        assert told.count(told[0]) == len(told)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -399,11 +413,31 @@ def test_iterations_that_do_not_converge_are_errors_on_all_ranks(world, backend,
     grid = pla.Grid({"a": max(1, world.size - 1)}, world, backend, idle=True)
     if grid.size == 1:  # whose values NumPy's LAPACK finds
         return
+    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: False)
     monkeypatch.setattr(kernels, "call", lambda *args: 1)
     monkeypatch.setattr(kernels, "lapack", lambda *args: lambda d, e: (d, 1))
     a = pla.distribute(np.diag(np.arange(1.0, 8)), grid, Layout("a", None))
     with pytest.raises(np.linalg.LinAlgError, match="did not converge"):
         linalg.lstsq(a, a) if routine == "lstsq" else getattr(linalg, routine)(a)
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (90, 7), (7, 90), (20, 7)], ids=str)
+@pytest.mark.parametrize("routine", ["svd", "svdvals", "pinv", "matrix_rank", "lstsq"])
+def test_what_the_first_rank_does_not_find_is_an_error_on_all_ranks(world, backend, routine, shape, monkeypatch):
+    """Of `lstsq` all ranks find what one does not."""
+
+    def failing(*args, **options):
+        raise np.linalg.LinAlgError("SVD did not converge")
+
+    grid = pla.Grid({"a": max(1, world.size - 1)}, world, backend, idle=True)
+    if grid.size == 1 or not grid.backend.cpu:
+        return
+    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: True)
+    for name in ("svd", "small_svd"):
+        monkeypatch.setattr(kernels, name, failing)
+    a = pla.distribute(np.random.default_rng(0).standard_normal(shape), grid, Layout("a", None))
+    with pytest.raises(np.linalg.LinAlgError, match="did not converge"):
+        linalg.lstsq(a, a[:, 0]) if routine == "lstsq" else getattr(linalg, routine)(a)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])

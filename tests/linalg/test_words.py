@@ -248,6 +248,7 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
     monkeypatch.setattr(QR, "STRIP", 24)
     alone = way != "all ranks have R"
     monkeypatch.setattr(least_squares, "by_one", lambda n, sizes: alone)
+    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)
     cases = deals([(1, 0), (0, 3), (1, 1), (40, 9), (150, 30), (9, 40), (24, 110), (33, 33), (80, 60)], 9)
     for deal, shape, layout, other, rng in cases if grid.size > 1 else []:
         (m, n), sides = shape, int(rng.integers(6))
@@ -306,26 +307,48 @@ def test_eigh(grid, dtype, deals, monkeypatch):
         equal(book, costs, grid, (n, deal, layout), bounded=[("all_gather", everyone)])
 
 
-def test_svd(grid, dtype, deals, monkeypatch):
+@pytest.mark.parametrize("alone", [False, True], ids=["by all ranks", "by one rank"])
+def test_svd(grid, dtype, deals, monkeypatch, alone):
+    """Of tall matrices also such whose Gram matrices do not orthogonalize the columns."""
     monkeypatch.setattr(spectral, "polar_svd", lambda x, full: None)  # the way of GPUs
+    monkeypatch.setattr(spectral, "svd_by_one", lambda shape, *args, **options: alone and min(shape) > 0)
     monkeypatch.setattr(divide, "LEAF", 16)
     monkeypatch.setattr(formulas, "LEAF", 16)
-    everyone, deflated = tuple(grid.sizes), divide._deflated
-    for deal, shape, layout, _, rng in deals(SHAPES, 8) if grid.size > 1 else []:
-        x, full = pla.distribute(random(shape, dtype, rng), grid, layout), bool(rng.integers(2))
-        full = full and max(shape) <= spectral.TALL * min(shape)
+    alone = alone and grid.backend.cpu
+    everyone, deflated, taken = tuple(grid.sizes), divide._deflated, set()
+    cases = itertools.chain(deals(SHAPES, 8), deals([(200, 3), (7, 180), (150, 4)], 8))
+    for deal, shape, layout, _, rng in cases if grid.size > 1 else []:
+        a, k = random(shape, dtype, rng), min(shape)
+        full, gram = bool(rng.integers(2)), formulas.by_gram((max(shape), k), grid.size)
+        full = full and max(shape) <= spectral.TALL * k
+        gram = gram and not full
+        sound = not gram or k < 2 or True not in taken
+        taken |= {sound} if gram else set()
+        if not sound:
+            long = a if shape[0] > shape[1] else a.T
+            long[:, 1] = long[:, 0] + (1e-4 if dtype.char == "F" else 1e-10) * long[:, 1]
+        x, trees = pla.distribute(a, grid, layout), set()
+        if by_qr(shape):
+            long = x if shape[0] > shape[1] else x.mT.conj()
+            trees = set().union(*grid.world.share(factors.QRFactor(long)._work.trees))
         kept = []
         monkeypatch.setattr(divide, "_deflated", lambda *args, kept=kept: kept.append(deflated(*args)) or kept[-1])
         with pla.ledger(grid) as book:
             linalg.svd(x, full_matrices=full)
         given, reducing = (layout, shape), workers(Tiles(grid, deal.size, deal.shape))
+        options = {"full_matrices": full, "workers": reducing, "trees": trees, "alone": alone and k > 0}
+        options["sound"] = sound if grid.backend.cpu else None
         if grid.inside:
-            costs = formulas.svd(
-                counting(grid, deal), *given, full_matrices=full, kept=[1 + len(k) for k, _ in kept], workers=reducing
-            )
-            equal(book, costs, grid, (shape, deal, layout, full))
-        costs = formulas.svd(counting(grid, deal), *given, full_matrices=full, workers=reducing)
-        equal(book, costs, grid, (shape, deal, layout, full), bounded=[("all_gather", everyone)])
+            costs = formulas.svd(counting(grid, deal, dtype), *given, kept=[1 + len(k) for k, _ in kept], **options)
+            equal(book, costs, grid, (shape, deal, layout, full, sound))
+        costs = formulas.svd(counting(grid, deal, dtype), *given, **options)
+        equal(book, costs, grid, (shape, deal, layout, full), bounded=[("all_gather", everyone)] * (not alone))
+    assert grid.size == 1 or taken == {True, False}
+
+
+def by_qr(shape):
+    """True if `svd` factors a matrix of this shape by QR first."""
+    return max(shape) > spectral.TALL * min(shape) > 0
 
 
 def test_a_long_trip_goes_in_pieces(grid, tune):

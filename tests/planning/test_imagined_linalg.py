@@ -50,10 +50,13 @@ def test_ledgers_are_those_of_the_formulas(sizes, cuts, monkeypatch):
                         lambda: linalg.eigh(x, subset_by_index=(3, 9)), lambda c: formulas.eigh(c, layout, n, 7), size,
                         (rank, shape, "subset"),
                     )  # fmt: skip
-                check(
-                    lambda: linalg.svd(x, full_matrices=False),
-                    lambda c: formulas.svd(c, layout, shape, full_matrices=False), size, (rank, shape),
-                )  # fmt: skip
+                for alone in (False, True) if min(shape) else (False,):
+                    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, alone=alone, **options: alone)
+                    check(
+                        lambda: linalg.svd(x, full_matrices=False),
+                        lambda c: formulas.svd(c, layout, shape, full_matrices=False, alone=alone), size,
+                        (rank, shape, alone),
+                    )  # fmt: skip
 
 
 def matrix(n: int, seed: int = 0) -> np.ndarray:
@@ -91,8 +94,9 @@ def deflated(monkeypatch):
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.parametrize("alone", [False, True], ids=["by all ranks", "by one rank"])
 @pytest.mark.parametrize("complex_", [False, True], ids=["real", "complex"])
-def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, deflated):
+def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, alone, deflated, monkeypatch):
     def program(grid: Any) -> None:
         a, r = pla.distribute(dense, grid, layout), pla.distribute(dense[:, : 2 * n // 3], grid, layout)
         linalg.eigh(a)
@@ -103,11 +107,13 @@ def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, deflated):
         linalg.eigvalsh(a)
         linalg.eigvalsh(a[:60, :60], 2.0 * pla.eye(60, grid=grid, layout=layout, dtype=a.dtype))
         linalg.svd(r, full_matrices=False)
+        linalg.svd(a[:, : n // 9], full_matrices=False)
         linalg.svdvals(r.mT)
         linalg.pinv(r)
         linalg.matrix_rank(a[:, :20])
         linalg.eigh(pla.distribute(np.stack([dense[:9, :9]] * 5), grid))
 
+    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)
     n = 70 if world.size == 8 else 150
     dense = matrix(n)
     if complex_:
@@ -130,6 +136,7 @@ def test_ledgers_of_least_squares_are_those_of_real_ranks(world, deflated, monke
     dense, sides = draw.standard_normal((200, n)), draw.standard_normal((200, 3))
     for alone in (True, False):
         monkeypatch.setattr(least_squares, "by_one", lambda n, sizes, alone=alone: alone)
+        monkeypatch.setattr(spectral, "svd_by_one", lambda *args, alone=alone, **options: alone)
         for sizes, layout in grids(world.size):
             both(world, sizes, program, what_if=pla.WhatIf())
 
@@ -145,7 +152,11 @@ def test_dependent_columns_have_one_singular_value_of_zero():
 
 ASKED = {
     "eigh": (linalg.eigh, "which vectors a merge of divide and conquer finds", "deflation"),
-    "svd": (linalg.svd, "which vectors a merge of divide and conquer finds", "deflation"),
+    "svd": (
+        lambda a: linalg.svd(pla.zeros((500, 500), a.grid, a.layout)),
+        "which vectors a merge of divide and conquer finds",
+        "deflation",
+    ),
     "eigvalsh": (linalg.eigvalsh, "whether the elements are finite", "finite"),
     "lstsq": (lambda a: linalg.lstsq(a, a[:, :2]), "the rank of a matrix", "conditioned"),
     "polar": (linalg.polar, "the number of steps of a polar decomposition", "condition"),
