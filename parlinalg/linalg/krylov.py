@@ -277,7 +277,8 @@ def cg(
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
     active, most, taken = np.ones(systems, bool), s.most(), np.zeros(systems, int)
     largest, longest = np.zeros(systems), np.zeros(systems)  # of the eigenvalues seen, and of their inverses
-    gaps, beta, renew = _Gaps(s) if pipelined else None, np.zeros(systems), False
+    gaps, renew = _Gaps(s) if pipelined else None, False
+    beta: Any = 0.0
     for step in range(most + 1):
         with np.errstate(over="ignore", invalid="ignore"):
             lengths = [(v, v) for v in (x, u, w, p, t)] if gaps else []
@@ -472,7 +473,7 @@ def minres(
     w = old_w = nothing = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
     sine = old_sine = norm = np.zeros(systems)
-    least = np.full(systems, np.inf)
+    grown = old_grown = inverse = np.zeros(systems)
     eps = np.finfo(s.dtype).eps
     doubt = lost = np.zeros(systems, bool)  # as A r is small; as there is no solution
     kept, before = x, left
@@ -481,15 +482,14 @@ def minres(
         active = ((np.abs(left) > s.limit) & (size > 0) & ~lost & ~s.failed) | (not s.values)
         if not active.any():
             measured = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
-            condition = (10 * _ratio(norm, least, True)) ** 2  # Sleijpen, van der Vorst and Modersitzki (2000)
-            gap = 10 * eps * condition * s.least
+            gap = 10 * eps * (10 * norm * inverse) ** 2 * s.least  # Sleijpen, van der Vorst and Modersitzki (2000)
             active, v = s.unsolved(x, ~(lost | s.failed), taken, gap, measured)
             if not active.any():
                 break
             z, old_v, w, old_w, begun = s.preconditioned(v), nothing, nothing, nothing, step
             left, size = (np.where(active, s.least, each) for each in (left, size))
             c = old_c = np.ones(systems)
-            sine = old_sine = np.zeros(systems)
+            sine = old_sine = grown = old_grown = np.zeros(systems)
             doubt, taken = doubt & ~active, 0 * taken
         if step == most:
             break
@@ -504,7 +504,9 @@ def minres(
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
         whole = np.hypot(first, size)
-        least = np.where(active & (whole > 0), np.minimum(least, whole), least)
+        turned = -(second * grown + third * old_grown)  # with Rᴴ y = ±1 for the triangle R, of signs that let y grow
+        grown, old_grown = _ratio(turned + np.copysign(1.0, turned), whole, active), grown
+        inverse = np.maximum(inverse, np.abs(grown))
         norm = np.maximum(norm, np.sqrt(delta**2 + size**2 + (current**2 if step > begun else 0)))
         if s.values and (small := active & ~doubt & (np.hypot(first, c * size) <= np.sqrt(eps) * norm)).any():
             kept, before = kept * s.factor(~small) + x * s.factor(small), np.where(small, np.abs(left), before)

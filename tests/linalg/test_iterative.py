@@ -216,6 +216,20 @@ def test_residuals_of_ill_conditioned_systems(grid, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_residuals_of_clustered_eigenvalues(grid, dtype):
+    """The diagonal of the triangle that `minres` makes tells too little of the condition."""
+    n, rtol = 96, 1e-5
+    for seed in range(8):
+        q = np.linalg.qr(random(n, n, dtype=dtype, seed=seed))[0]
+        w = np.repeat(np.geomspace(3e-7, 1, 4), n // 4) * (1 + random(n, seed=seed) / 1e3)
+        a = (q * (w * np.where(random(n, seed=seed + 20) > 0, 1, -1))) @ q.conj().T
+        b = random(n, dtype=dtype, seed=seed + 50)
+        x, info = minres(placed(grid, a, 1), placed(grid, b, 1), rtol=rtol, maxiter=2000)
+        assert info == 0
+        assert np.linalg.norm(b - a @ x.gather()) <= 1.05 * rtol * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_pipelined_conjugate_gradients_converge_as_plain_ones(grid, dtype):
     """Vectors are computed anew before rounding shows in them, at most in every twentieth step."""
     for seed, (n, size, clusters, rtol, preconditioned) in enumerate((
