@@ -129,7 +129,7 @@ class _System:
         return fitted
 
     def unsolved(
-        self, x: DistArray, told: np.ndarray, steps: Any, condition: Any, length: Callable[[DistArray], np.ndarray]
+        self, x: DistArray, told: np.ndarray, steps: Any, gap: Any, length: Callable[[DistArray], np.ndarray]
     ) -> tuple[np.ndarray, DistArray]:  # fmt: skip
         """Return which of the systems that x solves, as recurrences tell, are to go on, as it does not; and b − A x.
 
@@ -143,28 +143,30 @@ class _System:
             True of the systems.
         steps : array of int
             Those that a system has taken since b − A x was computed.
-        condition : array
-            How much rounding grows in recurrences: ‖A‖ ‖A⁻¹‖ as far as these steps tell, or 100 times its square, as
-            they tell too little of it.  If it is small nothing is computed; but two steps do not tell: b may be
-            nearly in the null space of A.
+        gap : array
+            How far rounding may have brought the residual of recurrences from b − A x.  Within the limit nothing is
+            computed; but two steps do not tell: b may be nearly in the null space of A.
         length : function
             Of a residual the length that is compared with the limit.
         """
-        eps = 10 * np.finfo(self.dtype).eps
-        rounding = eps * condition * self.least
-        told = told & (((steps > 0) & (steps <= 2)) | (rounding > self.limit))
+        told = told & (((steps > 0) & (steps <= 2)) | ~(gap <= self.limit))
         if not told.any():
             return np.zeros_like(self.failed), self.b
-        noise = default_rng(0).normal(size=x.shape, grid=x.grid, layout=x.layout) * eps
+        noise = self.noise() * (10 * np.finfo(self.dtype).eps)
         with np.errstate(over="ignore", invalid="ignore"):
             size = length(r := self.b - self.times(x))
-            rounded = length(self.times(x * noise.astype(x.real.dtype)))
+            rounded = length(self.times(x * noise))
         lost = told & ~(rounded <= np.maximum(self.limit, self.norm / 2))
         wrong = lost | (told & ~(size <= self.limit + rounded))
         again = wrong & ~lost & (size <= self.least / 2)
         self.failed = self.failed | (wrong & ~again)
         self.best, self.least = self.vectors.chosen(again, x, self.best), np.where(again, size, self.least)
         return again, r
+
+    def noise(self) -> DistArray:
+        """Return real vectors of random numbers, like x."""
+        x = self.x
+        return default_rng(0).normal(size=x.shape, grid=x.grid, layout=x.layout).astype(x.real.dtype)
 
     def solution(self, x: DistArray) -> DistArray:
         """Return a solution in the shape of b, in the user's units."""
@@ -246,7 +248,9 @@ def cg(
         Called with x after each iteration, on all ranks.  A system that has ended stays as it is.
     pipelined : bool
         Sum the scalars of a step while the next product is computed (Ghysels and Vanroose 2014).  That takes one
-        product more, eight vectors in place of four, and loses some digits of the residual that can be reached.
+        product more, and eight vectors in place of four.  Recurrences lose digits: as soon as rounding may be √eps
+        / 16 of the residual all are computed anew, by four products (Cools, Yetkin, Agullo, Giraud and Vanroose 2018).
+        If that is needed again within 20 steps, or x is found not to be a solution, further steps are not pipelined.
 
     Returns
     -------
@@ -255,8 +259,8 @@ def cg(
         0, or the number of iterations that did not suffice for some system, but at least 1: `maxiter`, or less where
         rounding lets the residual of x become no smaller, as with a singular A.
 
-    A step takes one product, and one all-reduce of three numbers a system (Chronopoulos and Gear 1989).  Arguments and
-    results are those of `scipy.sparse.linalg.cg`.
+    A step takes one product, and one all-reduce of three numbers a system (Chronopoulos and Gear 1989), or of eight if
+    pipelined.  Arguments and results are those of `scipy.sparse.linalg.cg`.
 
     Raises
     ------
@@ -273,13 +277,16 @@ def cg(
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
     active, most, taken = np.ones(systems, bool), s.most(), np.zeros(systems, int)
     largest, longest = np.zeros(systems), np.zeros(systems)  # of the eigenvalues seen, and of their inverses
+    gaps, renew = _Gaps(s) if pipelined else None, False
+    beta: Any = 0.0
     for step in range(most + 1):
         with np.errstate(over="ignore", invalid="ignore"):
-            summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
+            lengths = [(v, v) for v in (x, u, w, p, t)] if gaps else []
+            summing = vectors.begin((r, u), (w, u), (r, r), *lengths, wait=not pipelined)
             if pipelined:
                 m = s.preconditioned(w)
                 n = s.times(m)
-        before, (gamma, delta, rr) = gamma, summing().real
+        before, (gamma, delta, rr, *squares) = gamma, summing().real
         if step == 0 and (fitted := _fitted(s, r, u, w, gamma, delta, rr)) is not None:
             x, (u, w, gamma, delta) = s.x, fitted
             if pipelined:
@@ -290,12 +297,15 @@ def cg(
         if step == 0:
             s.best, s.least = x, size
         active = active & (size > s.limit)
+        if gaps and step:
+            gaps.follow(alpha, beta, squares, pipelined)
+            renew = pipelined and gaps.wide(active, size)
         if not active.any():
-            condition = (10 * largest * longest) ** 2 if pipelined else largest * longest  # products lose more digits
-            active, residual = s.unsolved(x, ~s.failed, taken, condition, vectors.norm)
+            gap = gaps.r if gaps else 10 * np.finfo(s.dtype).eps * largest * longest * s.least
+            active, residual = s.unsolved(x, ~s.failed, taken, gap, vectors.norm)
             if not active.any():
                 return s.result(max(step, 1) if s.failed.any() else 0)
-            r, taken, first = residual, 0 * taken, True
+            r, taken, first, pipelined = residual, 0 * taken, True, False
             u = s.preconditioned(r)
             w = s.times(u)
             if step < most:
@@ -309,7 +319,7 @@ def cg(
             curvature, surely = _curvature(s, u, w, plus(u, s.factor(beta), p))
             if (surely := surely & wrong).any():
                 raise _indefinite(s, gamma, curvature, np.zeros_like(surely), surely, step)
-            r, taken = s.b - s.times(x), 0 * taken
+            r, taken, pipelined = s.b - s.times(x), 0 * taken, False
             u = s.preconditioned(r)
             w, first = s.times(u), True
             continue
@@ -324,14 +334,83 @@ def cg(
             z, t = (n, m) if first else (plus(n, onward, z), plus(m, onward, t))
         first = False
         x, r = plus(x, along, p), plus(r, -along, q)
-        if pipelined:
+        if gaps and renew:
+            r, q, pipelined = s.b - s.times(x), s.times(p), gaps.renewed()
+            first = not pipelined and gaps.early(active, size)
+        if pipelined and not renew:
             u, w = plus(u, -along, t), plus(w, -along, z)
         else:
             u = s.preconditioned(r)
             w = s.times(u)
+            if pipelined:
+                t = s.preconditioned(q)
+                z = s.times(t)
         if callback is not None:
             callback(s.solution(x))
     return s.result(max(s.maxiter, 1))
+
+
+class _Gaps:
+    """How far rounding brings the recurrences of pipelined `cg` from what they stand for (Cools and others 2018).
+
+    Attributes
+    ----------
+    r : array [*systems]
+        About ‖b − A x − r‖, rather too long.
+    """
+
+    def __init__(self, s: _System) -> None:
+        self._s, self._eps = s, float(np.finfo(s.dtype).eps)
+        self.r = self._q = self._w = self._z = self._u = self._p = self._t = np.zeros(s.vectors.systems)
+        self._norm, self._steps, self._fresh = self.r, 0, True
+
+    def follow(self, alpha: Any, beta: Any, squares: Any, pipelined: bool) -> None:
+        """Add what rounding adds in a step.
+
+        Parameters
+        ----------
+        alpha, beta : array
+            Its factors.
+        squares : sequence of array
+            Of the lengths of x, u and w after it, and of its p and M q.
+        pipelined : bool
+            False if u and w are computed anew in each step.
+        """
+        if not self._steps and self._s._m is not None:  # u is smooth where M is good, and tells little of ‖A‖
+            image = self._s.times(noise := self._s.noise())
+            over, under = self._s.vectors.products((image, image), (noise, noise)).real
+            self._norm = np.sqrt(_ratio(np.maximum(0, over), under, True))
+        with np.errstate(over="ignore", invalid="ignore"):
+            x, u, w, p, t = np.sqrt(np.maximum(0, squares))
+            self._norm = np.maximum(self._norm, _ratio(w, u, True))
+            unit, alpha, beta = self._eps * self._norm, np.abs(alpha), np.abs(beta)
+            if self._fresh:
+                self.r, self._q, self._w, self._z = 2 * unit * x, unit * p, unit * u, unit * t
+            else:
+                self._z = beta * self._z + unit * (2 * t + 3 * beta * self._t)
+                self._q = self._w + beta * self._q + unit * (2 * self._u + 3 * beta * self._p)
+                self.r = self.r + alpha * self._q + unit * (2 * x + 3 * alpha * p)
+                self._w = self._w + alpha * self._z + unit * (2 * u + 3 * alpha * t)
+            if not pipelined:
+                self._w, self._z = unit * u, 0 * unit
+        self._u, self._p, self._t, self._fresh, self._steps = u, p, t, False, self._steps + 1
+
+    def wide(self, active: np.ndarray, size: np.ndarray) -> bool:
+        """Return True if rounding may be more than √eps / 16 of the residual, of this length, of an active system.
+
+        Larger gaps, with √eps, make ill-conditioned systems take up to three times the steps of plain `cg`.
+        """
+        return bool((active & ~(self.r <= np.sqrt(self._eps) / 16 * size)).any() and self._s.values)
+
+    def early(self, active: np.ndarray, size: np.ndarray) -> bool:
+        """Return True if an active system has less than a quarter of its digits: it goes on faster with a new p."""
+        digits = _ratio(np.maximum(self._s.limit, self._eps * self._s.least), self._s.least, active)
+        return bool((active & (size > self._s.least * digits**0.25)).any())
+
+    def renewed(self) -> bool:
+        """Begin anew, as all vectors are computed anew; return False if the last time was less than 20 steps ago."""
+        soon, self._steps, self._fresh = self._steps < 20, 1, True
+        return not soon
 
 
 def _fitted(
@@ -394,7 +473,7 @@ def minres(
     w = old_w = nothing = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
     sine = old_sine = norm = np.zeros(systems)
-    least = np.full(systems, np.inf)
+    grown = old_grown = inverse = np.zeros(systems)
     eps = np.finfo(s.dtype).eps
     doubt = lost = np.zeros(systems, bool)  # as A r is small; as there is no solution
     kept, before = x, left
@@ -403,14 +482,14 @@ def minres(
         active = ((np.abs(left) > s.limit) & (size > 0) & ~lost & ~s.failed) | (not s.values)
         if not active.any():
             measured = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
-            condition = (10 * _ratio(norm, least, True)) ** 2  # Sleijpen, van der Vorst and Modersitzki (2000)
-            active, v = s.unsolved(x, ~(lost | s.failed), taken, condition, measured)
+            gap = 10 * eps * (10 * norm * inverse) ** 2 * s.least  # Sleijpen, van der Vorst and Modersitzki (2000)
+            active, v = s.unsolved(x, ~(lost | s.failed), taken, gap, measured)
             if not active.any():
                 break
             z, old_v, w, old_w, begun = s.preconditioned(v), nothing, nothing, nothing, step
             left, size = (np.where(active, s.least, each) for each in (left, size))
             c = old_c = np.ones(systems)
-            sine = old_sine = np.zeros(systems)
+            sine = old_sine = grown = old_grown = np.zeros(systems)
             doubt, taken = doubt & ~active, 0 * taken
         if step == most:
             break
@@ -425,7 +504,9 @@ def minres(
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
         whole = np.hypot(first, size)
-        least = np.where(active & (whole > 0), np.minimum(least, whole), least)
+        turned = -(second * grown + third * old_grown)  # with Rᴴ y = ±1 for the triangle R, of signs that let y grow
+        grown, old_grown = _ratio(turned + np.copysign(1.0, turned), whole, active), grown
+        inverse = np.maximum(inverse, np.abs(grown))
         norm = np.maximum(norm, np.sqrt(delta**2 + size**2 + (current**2 if step > begun else 0)))
         if s.values and (small := active & ~doubt & (np.hypot(first, c * size) <= np.sqrt(eps) * norm)).any():
             kept, before = kept * s.factor(~small) + x * s.factor(small), np.where(small, np.abs(left), before)

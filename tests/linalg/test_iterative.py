@@ -215,6 +215,47 @@ def test_residuals_of_ill_conditioned_systems(grid, dtype):
             assert left <= 1.05 * rtol * np.linalg.norm(b) + rounded
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_residuals_of_clustered_eigenvalues(grid, dtype):
+    """The diagonal of the triangle that `minres` makes tells too little of the condition."""
+    n, rtol = 96, 1e-5
+    for seed in range(8):
+        q = np.linalg.qr(random(n, n, dtype=dtype, seed=seed))[0]
+        w = np.repeat(np.geomspace(3e-7, 1, 4), n // 4) * (1 + random(n, seed=seed) / 1e3)
+        a = (q * (w * np.where(random(n, seed=seed + 20) > 0, 1, -1))) @ q.conj().T
+        b = random(n, dtype=dtype, seed=seed + 50)
+        x, info = minres(placed(grid, a, 1), placed(grid, b, 1), rtol=rtol, maxiter=2000)
+        assert info == 0
+        assert np.linalg.norm(b - a @ x.gather()) <= 1.05 * rtol * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_pipelined_conjugate_gradients_converge_as_plain_ones(grid, dtype):
+    """Vectors are computed anew before rounding shows in them, at most in every twentieth step."""
+    for seed, (n, size, clusters, rtol, preconditioned) in enumerate((
+        (60, 1e5, 60, 1e-7, False), (30, 3e6, 30, 1e-9, False), (56, 1e7, 4, 1e-8, True), (40, 1e3, 40, 1e-10, False),
+    )):  # fmt: skip
+        w = np.repeat(np.geomspace(1 / size, 1, clusters), n // clusters) * (1 + random(n, seed=seed) / 1e4)
+        q = np.linalg.qr(random(n, n, dtype=dtype, seed=seed))[0]
+        a, b = (q * w) @ q.conj().T, random(n, dtype=dtype, seed=seed + 50)
+        A, B, steps, made = placed(grid, a, 1), placed(grid, b, 1), {}, []
+        more = {"M": placed(grid, np.diag(1 / np.diag(a).real).astype(dtype), 2)} if preconditioned else {}
+
+        def times(x, A=A, made=made):
+            made.append(x)
+            return A @ x
+
+        for pipelined in (False, True):
+            made.clear()
+            callback = steps.setdefault(pipelined, []).append
+            x, info = cg(times, B, rtol=rtol, maxiter=3000, pipelined=pipelined, callback=callback, **more)
+            assert info == 0
+            left, rounded = np.linalg.norm(b - a @ x.gather()), 1e-14 * np.linalg.norm(x.gather())
+            assert left <= 1.01 * rtol * np.linalg.norm(b) + rounded
+        assert len(steps[True]) <= 1.3 * len(steps[False]) + 40
+        assert len(made) <= 1.2 * len(steps[True]) + 12
+
+
 def test_first_guesses_beside_which_nothing_is_left_of_the_right_hand_side(grid):
     n = 5
     a, b = np.diag(np.linspace(1, 2, n)), np.arange(1.0, n + 1)
