@@ -99,11 +99,22 @@ FEW_ROWS = (8, 6)
 """Rows of a matrix whose products with 32 and with 64 bytes of columns are found together."""
 
 
-def few_rows_product(found: Any, a: Any, top: int, rows: int, left: int, length: int, x: Any) -> None:
-    """found = a[top : top + rows, left : left + length] @ x[left : left + length]: only within loops.
+def few_rows_product(
+    y: Any, first: int, column: int, scale: float, a: Any, top: int, rows: int, left: int, length: int, x: Any
+) -> None:  # fmt: skip
+    """y[first : first + rows, column:] += scale * (a[top : top + rows, left : left + length] @ x[left : left + length]).
 
-    The elements of a row lie together, those of x are 32 or 64 bytes.  At most as many rows as FEW_ROWS says are found;
-    terms are added in the order of the columns, so that a row's result does not depend on where it lies.
+    Only within loops.  The elements of a row lie together, those of x are 32 or 64 bytes, as many as are added to in a
+    row of y.  At most as many rows as FEW_ROWS says are found; terms are added in the order of the columns, so that a
+    row's result does not depend on where it lies.
+    """
+    raise NotImplementedError
+
+
+def few_rows_solution(x: Any, a: Any, first: int, lower: bool, unit: bool) -> None:
+    """Replace as many rows of x as FEW_ROWS says by the solution with the triangle in a, whose diagonal may be ones.
+
+    Only within loops; `first` is the first row of x, and the first row and column of the triangle.
     """
     raise NotImplementedError
 

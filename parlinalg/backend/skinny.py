@@ -110,53 +110,61 @@ def _copy(strips: Any, x: Any, first: int, end: int) -> None:
 
 
 @compiled.loop()
-def _add_columns(
-    y: Any, first: int, end: int, a: Any, left: int, stop: int, strips: Any, scale: float
-) -> None:  # fmt: skip
-    """y[first:end] += scale A x, for A = a[first:end, left:stop] and the same rows of x, in strips."""
-    count, _, width = strips.shape
-    found, factor = np.empty((compiled.FEW_ROWS[0], width), y.dtype), y.dtype.type(scale)
-    rows = compiled.FEW_ROWS[width * y.itemsize // 32 - 1]
-    for i in range(first, end, rows):
-        here = min(rows, end - i)
-        for start in range(left, stop, LENGTH):
-            length = min(LENGTH, stop - start)
-            for strip in range(count):
-                compiled.few_rows_product(found, a, i, here, start, length, strips[strip])
-                for row in range(here):
-                    for j in range(min(width, y.shape[1] - strip * width)):
-                        y[i + row, strip * width + j] += factor * found[row, j]
-
-
-@compiled.loop()
 def _add_product(y: Any, a: Any, x: Any, scale: float) -> None:
     """y += scale a x."""
-    strips = _room(x)
+    strips, factor = _room(x), y.dtype.type(scale)
     _copy(strips, x, 0, x.shape[0])
-    _add_columns(y, 0, y.shape[0], a, 0, x.shape[0], strips, scale)
+    count, terms, width = strips.shape
+    rows = compiled.FEW_ROWS[width * y.itemsize // 32 - 1]
+    found = np.empty((rows, width), y.dtype)
+    for i in range(0, y.shape[0], rows):
+        here = min(rows, y.shape[0] - i)
+        for start in range(0, terms, LENGTH):
+            length = min(LENGTH, terms - start)
+            for strip in range(count):
+                left = strip * width
+                if left + width <= y.shape[1]:
+                    compiled.few_rows_product(y, i, left, factor, a, i, here, start, length, strips[strip])
+                    continue
+                found[:] = 0
+                compiled.few_rows_product(found, 0, 0, factor, a, i, here, start, length, strips[strip])
+                for row in range(here):
+                    for j in range(y.shape[1] - left):
+                        y[i + row, left + j] += found[row, j]
 
 
 @compiled.loop()
 def _substitute(a: Any, x: Any, lower: bool, unit: bool) -> None:
     """Replace x by the solution with a triangle."""
-    (n, wide), strips = x.shape, _room(x)
-    rows = compiled.FEW_ROWS[strips.shape[2] * x.itemsize // 32 - 1]
+    n, strips, minus = len(x), _room(x), x.dtype.type(-1)
+    _copy(strips, x, 0, n)
+    count, _, width = strips.shape
+    rows = compiled.FEW_ROWS[width * x.itemsize // 32 - 1]
     for turn in range((n + rows - 1) // rows):
         first = turn * rows if lower else max(0, n - (turn + 1) * rows)
         end = min(n, first + rows) if lower else n - turn * rows
         known, until = (0, first) if lower else (end, n)
-        _add_columns(x, first, end, a, known, until, strips, -1.0)
-        for step in range(end - first):
-            i = first + step if lower else end - 1 - step
-            for k in range(first if lower else i + 1, i if lower else end):
-                factor = a[i, k]
-                for j in range(wide):
-                    x[i, j] -= factor * x[k, j]
-            if not unit:
-                pivot = a[i, i]
-                for j in range(wide):
-                    x[i, j] /= pivot
-        _copy(strips, x, first, end)
+        for start in range(known, until, LENGTH):
+            length = min(LENGTH, until - start)
+            for strip in range(count):
+                some = strips[strip]
+                compiled.few_rows_product(some, first, 0, minus, a, first, end - first, start, length, some)
+        for strip in range(count):
+            some = strips[strip]
+            if end - first == rows:
+                compiled.few_rows_solution(some, a, first, lower, unit)
+                continue
+            for step in range(end - first):
+                i = first + step if lower else end - 1 - step
+                for k in range(first if lower else i + 1, i if lower else end):
+                    some[i] -= a[i, k] * some[k]
+                if not unit:
+                    some[i] /= a[i, i]
+    for strip in range(count):
+        left = strip * width
+        for i in range(n):
+            for j in range(min(width, x.shape[1] - left)):
+                x[i, left + j] = strips[strip, i, j]
 
 
 ABREAST = 8
