@@ -119,6 +119,15 @@ def few_rows_solution(x: Any, a: Any, first: int, lower: bool, unit: bool) -> No
     raise NotImplementedError
 
 
+def few_rows_quotients(y: Any, first: int, column: int, rows: int, t: Any, top: int, ones: Any) -> None:
+    """Replace z = y[first : first + rows, column:], of 32 bytes a row, by the solution x of `x (D t) = z`.
+
+    Only within loops.  t, whose rows from `top` on count, is a triangle without its diagonal of ones; the reciprocals of
+    the diagonal matrix D are ones[0, top:].
+    """
+    raise NotImplementedError
+
+
 def ready(*blocks: Block) -> bool:
     """Return True if loops can compute on these blocks.
 

@@ -139,6 +139,14 @@ class _Rows:
     def number(self, value: int) -> Any:
         return ir.Constant(ir.IntType(64), value)
 
+    def numbers(self, rows: int, count: Any) -> list[Any]:
+        """Return the numbers of so many rows; those beyond the last one are the last one again."""
+        last = self.builder.sub(count, self.number(1))
+        return [
+            self.builder.select(self.builder.icmp_signed("<", this, count), this, last)
+            for this in map(self.number, range(rows))
+        ]
+
     def place(self, array: Any, row: Any, column: Any) -> Any:
         """Return the address of an element; those of a row lie together."""
         line = cgutils.unpack_tuple(self.builder, array.strides, 2)[0]
@@ -169,10 +177,7 @@ def _product_of(rows: int, nbytes: int) -> Any:
         out, matrix, columns = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 9))
         _, first, column, scale, _, top, count, left, length, _ = args
         vectors = _Rows(context, builder, context.get_value_type(signature.args[0].dtype), nbytes)
-        numbers = []  # of rows: those beyond the last one are the last one again
-        for r in range(rows):
-            this, last = vectors.number(r), builder.sub(count, vectors.number(1))
-            numbers.append(builder.select(builder.icmp_signed("<", this, count), this, last))
+        numbers = vectors.numbers(rows, count)
         lines = [vectors.place(matrix, builder.add(top, r), left) for r in numbers]
         sums = [cgutils.alloca_once_value(builder, ir.Constant(vectors.vector, None)) for _ in lines]
         with cgutils.for_range(builder, length) as each:
@@ -221,6 +226,33 @@ def _solution_of(rows: int, nbytes: int, lower: bool) -> Any:
     return solution
 
 
+def _quotients_of(rows: int, nbytes: int) -> Any:
+    """Return the substitution from the right, by a triangle, in so many rows of so many bytes, in registers."""
+
+    @intrinsic
+    def quotients(context: Any, y: Any, first: Any, column: Any, count: Any, t: Any, top: Any, ones: Any) -> Any:
+        return types.void(y, *[types.intp] * 3, t, types.intp, ones), code
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, matrix, ones = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 6))
+        _, first, column, count, _, top, _ = args
+        vectors = _Rows(context, builder, context.get_value_type(signature.args[0].dtype), nbytes)
+        places = [vectors.place(out, builder.add(first, r), column) for r in vectors.numbers(rows, count)]
+        found, lanes = [vectors.load(place) for place in places], vectors.vector.count
+        for k in range(lanes):
+            row = vectors.load(vectors.place(matrix, builder.add(top, vectors.number(k)), vectors.number(0)))
+            same = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [k] * lanes)
+            for r in range(rows if k + 1 < lanes else 0):
+                term = builder.fmul(builder.shuffle_vector(found[r], found[r], same), row, **CONTRACT)
+                found[r] = builder.fsub(found[r], term, **CONTRACT)
+        one = vectors.load(vectors.place(ones, vectors.number(0), top))
+        for row, place in zip(found, places, strict=True):
+            vectors.store(builder.fmul(row, one), place)
+        return context.get_dummy_value()
+
+    return quotients
+
+
 _NARROW, _WIDE = (_product_of(rows, nbytes) for rows, nbytes in zip(compiled.FEW_ROWS, (32, 64), strict=True))
 _NARROW_LOWER, _NARROW_UPPER, _WIDE_LOWER, _WIDE_UPPER = (
     _solution_of(rows, nbytes, lower)
@@ -252,5 +284,16 @@ def _few_rows_solution(x, a, first, lower, unit):
             _WIDE_LOWER(x, a, first, unit)
         else:
             _WIDE_UPPER(x, a, first, unit)
+
+    return call
+
+
+_QUOTIENTS = _quotients_of(compiled.FEW_ROWS[0], 32)
+
+
+@overload(compiled.few_rows_quotients, jit_options=AS_WRITTEN)
+def _few_rows_quotients(y, first, column, rows, t, top, ones):
+    def call(y, first, column, rows, t, top, ones):
+        _QUOTIENTS(y, first, column, rows, t, top, ones)
 
     return call

@@ -24,6 +24,10 @@ LENGTH = 256
 """Terms of a product that are summed before they are added to others."""
 LEAST, ROWS = 1 << 17, 16
 """Elements and rows of the matrix from which on a product is worth the copy of x, and the calls."""
+WIDE, TALL = 96, 8
+"""The most columns with which a loop solves with a triangle from the right, and the least rows, by the columns."""
+TURN = 4
+"""Groups of rows of which such a loop finds a few columns each before the next ones: they do not wait for each other."""
 
 
 def product(x: Any, w: Any, out: Any = None) -> Any:
@@ -70,6 +74,18 @@ def substituted(t: Any, b: Any, *, lower: bool, unit: bool) -> bool:
         return False
     _substitute(t, b, lower, unit)
     return True
+
+
+def substituted_right(t: Any, b: Any) -> bool:
+    """Replace b by the solution x of `x t = b`, for an upper triangle, if b is tall and a loop is faster; True if so.
+
+    OpenBLAS takes a slow kernel for rows that do not lie one behind the other.  On an EPYC 32768 rows, parts of rows
+    of 256 numbers of float64, took 3.0 and 8.3 ms with 48 and 96 columns, where OpenBLAS took 5.4 and 13.
+    """
+    n = b.shape[1]
+    if not 0 < n <= WIDE or len(b) < TALL * n or not compiled.ready(b, t) or blas_threads() != 1:
+        return False
+    return t.shape == (n, n) and _in_rows(b) and bool(_substitute_right(t, b))
 
 
 def _worth_it(x: Any, w: Any) -> bool:
@@ -165,6 +181,45 @@ def _substitute(a: Any, x: Any, lower: bool, unit: bool) -> None:
         for i in range(n):
             for j in range(min(width, x.shape[1] - left)):
                 x[i, left + j] = strips[strip, i, j]
+
+
+@compiled.loop()
+def _substitute_right(t: Any, x: Any) -> bool:
+    """Replace x by the solution y of `y t = x` for an upper triangle; False, and x as it was, if quotients are extreme.
+
+    Of a strip of columns y[:, k] t[k, k] is found first, by t[k, j] / t[k, k]: each is to be a normal number, or 0.
+    """
+    (m, n), rows, width = x.shape, compiled.FEW_ROWS[0], 32 // x.itemsize
+    count, minus, tiny = (n + width - 1) // width, x.dtype.type(-1), np.finfo(x.dtype).tiny
+    strips, ones = np.zeros((count, count * width, width), x.dtype), np.ones((1, count * width), x.dtype)
+    for i in range(n):
+        ones[0, i] = 1 / t[i, i]
+        if not tiny <= abs(ones[0, i]) <= 1 / tiny:
+            return False
+        for j in range(i + 1, n):
+            element = t[i, j] / t[i, i] if i // width == j // width else t[i, j]
+            if element != t[i, j] and not tiny <= abs(element) <= 1 / tiny and t[i, j] != 0:
+                return False
+            strips[j // width, i, j % width] = element
+    found = np.zeros((rows, width), x.dtype)
+    for first in range(0, m, TURN * rows):
+        for strip in range(count):
+            left, some = strip * width, strips[strip]
+            for i in range(first, min(first + TURN * rows, m), rows):
+                here = min(rows, m - i)
+                if left + width <= n:
+                    compiled.few_rows_product(x, i, left, minus, x, i, here, 0, left, some)
+                    compiled.few_rows_quotients(x, i, left, here, some, left, ones)
+                    continue
+                for row in range(here):
+                    for j in range(n - left):
+                        found[row, j] = x[i + row, left + j]
+                compiled.few_rows_product(found, 0, 0, minus, x, i, here, 0, left, some)
+                compiled.few_rows_quotients(found, 0, 0, here, some, left, ones)
+                for row in range(here):
+                    for j in range(n - left):
+                        x[i + row, left + j] = found[row, j]
+    return True
 
 
 ABREAST = 8

@@ -82,6 +82,8 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
             held.refused = size
             yield None
             return
+        if isinstance(held.memory, mmap.mmap):
+            _crowded(comm)  # now, not in the next task, which may be timed
     else:
         meet(comm)  # the others may still read what was there
     held.in_use = True
@@ -173,7 +175,8 @@ class Steps:
 
     def wait(self, ranks: Sequence[int], steps: int, seldom: bool = False) -> None:
         """Return when these ranks have made so many steps; `seldom` is that of `Comm.attend`."""
-        self.comm.attend(lambda: self.there(ranks, steps), seldom)
+        if not self.there(ranks, steps):
+            self.comm.attend(lambda: self.there(ranks, steps), seldom)
 
 
 class Passing:

@@ -157,6 +157,8 @@ def substitute(
         return
     if not b.size or (not (right or adjoint) and skinny.substituted(t, b, lower=lower, unit=unit)):
         return
+    if right and not (lower or adjoint or unit) and skinny.substituted_right(t, b):
+        return
     if not unit:
         t = _lifted(t, b, right, adjoint)
     if adjoint and t.dtype.kind != "c":
