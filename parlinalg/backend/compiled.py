@@ -102,9 +102,9 @@ FEW_ROWS = (8, 6)
 def few_rows_product(
     y: Any, first: int, column: int, scale: float, a: Any, top: int, rows: int, left: int, length: int, x: Any
 ) -> None:  # fmt: skip
-    """y[first : first + rows, column:] += scale * (a[top : top + rows, left : left + length] @ x[left : left + length]).
+    """y[first : first + rows, column:] += scale * a[top : top + rows, some] @ x[some]: only within loops.
 
-    Only within loops.  The elements of a row lie together, those of x are 32 or 64 bytes, as many as are added to in a
+    `some` are columns from `left` on.  The elements of a row lie together, those of x are 32 or 64 bytes, as many as are added to in a
     row of y.  At most as many rows as FEW_ROWS says are found; terms are added in the order of the columns, so that a
     row's result does not depend on where it lies.
     """
@@ -122,8 +122,8 @@ def few_rows_solution(x: Any, a: Any, first: int, lower: bool, unit: bool) -> No
 def few_rows_quotients(y: Any, first: int, column: int, rows: int, t: Any, top: int, ones: Any) -> None:
     """Replace z = y[first : first + rows, column:], of 32 bytes a row, by the solution x of `x (D t) = z`.
 
-    Only within loops.  t, whose rows from `top` on count, is a triangle without its diagonal of ones; the reciprocals of
-    the diagonal matrix D are ones[0, top:].
+    Only within loops.  t, whose rows from `top` on count, is a triangle without its diagonal of ones; the reciprocals
+    of the diagonal matrix D are ones[0, top:].
     """
     raise NotImplementedError
 

@@ -27,7 +27,7 @@ LEAST, ROWS = 1 << 17, 16
 WIDE, TALL = 96, 8
 """The most columns with which a loop solves with a triangle from the right, and the least rows, by the columns."""
 TURN = 4
-"""Groups of rows of which such a loop finds a few columns each before the next ones: they do not wait for each other."""
+"""Groups of rows of which such a loop finds a few columns each before the next ones: none waits for another."""
 
 
 def product(x: Any, w: Any, out: Any = None) -> Any:

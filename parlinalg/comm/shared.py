@@ -175,8 +175,7 @@ class Steps:
 
     def wait(self, ranks: Sequence[int], steps: int, seldom: bool = False) -> None:
         """Return when these ranks have made so many steps; `seldom` is that of `Comm.attend`."""
-        if not self.there(ranks, steps):
-            self.comm.attend(lambda: self.there(ranks, steps), seldom)
+        self.comm.attend(lambda: self.there(ranks, steps), seldom)
 
 
 class Passing:
