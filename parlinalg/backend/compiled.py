@@ -104,9 +104,9 @@ def few_rows_product(
 ) -> None:  # fmt: skip
     """y[first : first + rows, column:] += scale * a[top : top + rows, some] @ x[some]: only within loops.
 
-    `some` are columns from `left` on.  The elements of a row lie together, those of x are 32 or 64 bytes, as many as are added to in a
-    row of y.  At most as many rows as FEW_ROWS says are found; terms are added in the order of the columns, so that a
-    row's result does not depend on where it lies.
+    `some` are columns from `left` on.  The elements of a row lie together, those of x are 32 or 64 bytes, as many as
+    are added to in a row of y.  At most as many rows as FEW_ROWS says are found; terms are added in the order of the
+    columns, so that a row's result does not depend on where it lies.
     """
     raise NotImplementedError
 
