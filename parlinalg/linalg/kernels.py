@@ -535,7 +535,7 @@ def in_columns(a: np.ndarray, extra: int = 0, *, spaced: bool = False) -> np.nda
     if a.dtype == np.complex64:  # loops know two dtypes
         return in_columns(a.view(np.float64), extra, spaced=spaced).view(a.dtype)
     m, n = a.shape
-    more = SPACE // a.itemsize if spaced and m * a.itemsize % SPACED == 0 else 0
+    more = SPACE // a.itemsize if spaced and m and m * a.itemsize % SPACED == 0 else 0
     out = np.empty((m + more, n + extra), a.dtype, order="F")[:m]
     fast = compiled.ready(a)
     rows = 16 if n > WIDE or fast else max(1, m)
