@@ -99,11 +99,31 @@ FEW_ROWS = (8, 6)
 """Rows of a matrix whose products with 32 and with 64 bytes of columns are found together."""
 
 
-def few_rows_product(found: Any, a: Any, top: int, rows: int, left: int, length: int, x: Any) -> None:
-    """found = a[top : top + rows, left : left + length] @ x[left : left + length]: only within loops.
+def few_rows_product(
+    y: Any, first: int, column: int, scale: float, a: Any, top: int, rows: int, left: int, length: int, x: Any
+) -> None:  # fmt: skip
+    """y[first : first + rows, column:] += scale * a[top : top + rows, some] @ x[some]: only within loops.
 
-    The elements of a row lie together, those of x are 32 or 64 bytes.  At most as many rows as FEW_ROWS says are found;
-    terms are added in the order of the columns, so that a row's result does not depend on where it lies.
+    `some` are columns from `left` on.  The elements of a row lie together, those of x are 32 or 64 bytes, as many as
+    are added to in a row of y.  At most as many rows as FEW_ROWS says are found; terms are added in the order of the
+    columns, so that a row's result does not depend on where it lies.
+    """
+    raise NotImplementedError
+
+
+def few_rows_solution(x: Any, a: Any, first: int, lower: bool, unit: bool) -> None:
+    """Replace as many rows of x as FEW_ROWS says by the solution with the triangle in a, whose diagonal may be ones.
+
+    Only within loops; `first` is the first row of x, and the first row and column of the triangle.
+    """
+    raise NotImplementedError
+
+
+def few_rows_quotients(y: Any, first: int, column: int, rows: int, t: Any, top: int, ones: Any) -> None:
+    """Replace z = y[first : first + rows, column:], of 32 bytes a row, by the solution x of `x (D t) = z`.
+
+    Only within loops.  t, whose rows from `top` on count, is a triangle without its diagonal of ones; the reciprocals
+    of the diagonal matrix D are ones[0, top:].
     """
     raise NotImplementedError
 

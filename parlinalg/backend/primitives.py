@@ -129,57 +129,171 @@ def _everywhere(builder: Any, value: Any, vector: Any) -> Any:
     return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
 
 
+class _Rows:
+    """Rows of matrices as vectors of so many bytes, in the code of an intrinsic; see `compiled.few_rows_product`."""
+
+    def __init__(self, context: Any, builder: Any, number: Any, nbytes: int) -> None:
+        self.context, self.builder, self.itemsize = context, builder, 8 if number == ir.DoubleType() else 4
+        self.vector = ir.VectorType(number, nbytes // self.itemsize)
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(ir.IntType(64), value)
+
+    def numbers(self, rows: int, count: Any) -> list[Any]:
+        """Return the numbers of so many rows; those beyond the last one are the last one again."""
+        last = self.builder.sub(count, self.number(1))
+        return [
+            self.builder.select(self.builder.icmp_signed("<", this, count), this, last)
+            for this in map(self.number, range(rows))
+        ]
+
+    def place(self, array: Any, row: Any, column: Any) -> Any:
+        """Return the address of an element; those of a row lie together."""
+        line = cgutils.unpack_tuple(self.builder, array.strides, 2)[0]
+        line = self.builder.sdiv(line, self.number(self.itemsize))
+        return self.builder.gep(array.data, [self.builder.add(self.builder.mul(row, line), column)])
+
+    def load(self, place: Any) -> Any:
+        return self.builder.load(self.builder.bitcast(place, self.vector.as_pointer()), align=4)
+
+    def store(self, value: Any, place: Any) -> None:
+        self.builder.store(value, self.builder.bitcast(place, self.vector.as_pointer()), align=4)
+
+    def times(self, factor: Any, row: Any) -> Any:
+        return self.builder.fmul(_everywhere(self.builder, factor, self.vector), row, **CONTRACT)
+
+
 def _product_of(rows: int, nbytes: int) -> Any:
     """Return the product of so many rows with columns of so many bytes, whose sums stay in registers."""
 
     @intrinsic
-    def product(context: Any, found: Any, a: Any, top: Any, count: Any, left: Any, length: Any, x: Any) -> Any:
-        return types.void(found, a, *[types.intp] * 4, x), code
+    def product(
+        context: Any, y: Any, first: Any, column: Any, scale: Any, a: Any, top: Any, count: Any, left: Any,
+        length: Any, x: Any,
+    ) -> Any:  # fmt: skip
+        return types.void(y, types.intp, types.intp, y.dtype, a, *[types.intp] * 4, x), code
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, matrix, columns = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 6))
-        _, _, top, count, left, length, _ = args
-        number, whole = context.get_value_type(signature.args[0].dtype), ir.IntType(64)
-        itemsize = 8 if number == ir.DoubleType() else 4
-        lanes = nbytes // itemsize
-        vector, none = ir.VectorType(number, lanes), ir.Constant(whole, 0)
-
-        def place(array: Any, row: Any, column: Any) -> Any:
-            line = builder.sdiv(cgutils.unpack_tuple(builder, array.strides, 2)[0], ir.Constant(whole, itemsize))
-            return builder.gep(array.data, [builder.add(builder.mul(row, line), column)])
-
-        lines = []
-        for r in range(rows):  # those beyond the last one are the last one again
-            this = ir.Constant(whole, r)
-            this = builder.select(
-                builder.icmp_signed("<", this, count), this, builder.sub(count, ir.Constant(whole, 1))
-            )
-            lines.append(place(matrix, builder.add(top, this), left))
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in lines]
+        out, matrix, columns = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 9))
+        _, first, column, scale, _, top, count, left, length, _ = args
+        vectors = _Rows(context, builder, context.get_value_type(signature.args[0].dtype), nbytes)
+        numbers = vectors.numbers(rows, count)
+        lines = [vectors.place(matrix, builder.add(top, r), left) for r in numbers]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(vectors.vector, None)) for _ in lines]
         with cgutils.for_range(builder, length) as each:
-            piece = place(columns, builder.add(left, each.index), none)
-            piece = builder.load(builder.bitcast(piece, vector.as_pointer()), align=4)
+            piece = vectors.load(vectors.place(columns, builder.add(left, each.index), vectors.number(0)))
             for line, total in zip(lines, sums, strict=True):
-                factor = _everywhere(builder, builder.load(builder.gep(line, [each.index])), vector)
-                term = builder.fmul(factor, piece, **CONTRACT)
+                term = vectors.times(builder.load(builder.gep(line, [each.index])), piece)
                 builder.store(builder.fadd(builder.load(total), term, **CONTRACT), total)
-        for r, total in enumerate(sums):
-            row = builder.bitcast(place(out, ir.Constant(whole, r), none), vector.as_pointer())
-            builder.store(builder.load(total), row, align=4)
+        places = [vectors.place(out, builder.add(first, r), column) for r in numbers]
+        found = [
+            builder.fadd(vectors.load(place), vectors.times(scale, builder.load(total)), **CONTRACT)
+            for place, total in zip(places, sums, strict=True)
+        ]
+        for place, row in zip(places, found, strict=True):
+            vectors.store(row, place)
         return context.get_dummy_value()
 
     return product
 
 
+def _solution_of(rows: int, nbytes: int, lower: bool) -> Any:
+    """Return the substitution by a triangle of so many rows in as many rows of so many bytes, in registers."""
+
+    @intrinsic
+    def solution(context: Any, x: Any, a: Any, first: Any, unit: Any) -> Any:
+        return types.void(x, a, types.intp, types.boolean), code
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        columns, matrix = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1))
+        _, _, first, unit = args
+        number = context.get_value_type(signature.args[0].dtype)
+        vectors, one = _Rows(context, builder, number, nbytes), ir.Constant(number, 1)
+        at = [builder.add(first, vectors.number(r)) for r in range(rows)]
+        places = [vectors.place(columns, row, vectors.number(0)) for row in at]
+        found = [vectors.load(place) for place in places]
+        order = list(range(rows)) if lower else list(range(rows))[::-1]
+        for step, k in enumerate(order):
+            pivot = builder.select(unit, one, builder.load(vectors.place(matrix, at[k], at[k])))
+            found[k] = builder.fdiv(found[k], _everywhere(builder, pivot, vectors.vector))
+            for i in order[step + 1 :]:
+                factor = builder.load(vectors.place(matrix, at[i], at[k]))
+                found[i] = builder.fsub(found[i], vectors.times(factor, found[k]), **CONTRACT)
+        for row, place in zip(found, places, strict=True):
+            vectors.store(row, place)
+        return context.get_dummy_value()
+
+    return solution
+
+
+def _quotients_of(rows: int, nbytes: int) -> Any:
+    """Return the substitution from the right, by a triangle, in so many rows of so many bytes, in registers."""
+
+    @intrinsic
+    def quotients(context: Any, y: Any, first: Any, column: Any, count: Any, t: Any, top: Any, ones: Any) -> Any:
+        return types.void(y, *[types.intp] * 3, t, types.intp, ones), code
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, matrix, ones = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 6))
+        _, first, column, count, _, top, _ = args
+        vectors = _Rows(context, builder, context.get_value_type(signature.args[0].dtype), nbytes)
+        places = [vectors.place(out, builder.add(first, r), column) for r in vectors.numbers(rows, count)]
+        found, lanes = [vectors.load(place) for place in places], vectors.vector.count
+        for k in range(lanes):
+            row = vectors.load(vectors.place(matrix, builder.add(top, vectors.number(k)), vectors.number(0)))
+            same = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [k] * lanes)
+            for r in range(rows if k + 1 < lanes else 0):
+                term = builder.fmul(builder.shuffle_vector(found[r], found[r], same), row, **CONTRACT)
+                found[r] = builder.fsub(found[r], term, **CONTRACT)
+        one = vectors.load(vectors.place(ones, vectors.number(0), top))
+        for row, place in zip(found, places, strict=True):
+            vectors.store(builder.fmul(row, one), place)
+        return context.get_dummy_value()
+
+    return quotients
+
+
 _NARROW, _WIDE = (_product_of(rows, nbytes) for rows, nbytes in zip(compiled.FEW_ROWS, (32, 64), strict=True))
+_NARROW_LOWER, _NARROW_UPPER, _WIDE_LOWER, _WIDE_UPPER = (
+    _solution_of(rows, nbytes, lower)
+    for rows, nbytes in zip(compiled.FEW_ROWS, (32, 64), strict=True)
+    for lower in (True, False)
+)
 
 
 @overload(compiled.few_rows_product, jit_options=AS_WRITTEN)
-def _few_rows_product(found, a, top, rows, left, length, x):
-    def call(found, a, top, rows, left, length, x):
+def _few_rows_product(y, first, column, scale, a, top, rows, left, length, x):
+    def call(y, first, column, scale, a, top, rows, left, length, x):
         if x.shape[1] * x.itemsize == 32:
-            _NARROW(found, a, top, rows, left, length, x)
+            _NARROW(y, first, column, scale, a, top, rows, left, length, x)
         else:
-            _WIDE(found, a, top, rows, left, length, x)
+            _WIDE(y, first, column, scale, a, top, rows, left, length, x)
+
+    return call
+
+
+@overload(compiled.few_rows_solution, jit_options=AS_WRITTEN)
+def _few_rows_solution(x, a, first, lower, unit):
+    def call(x, a, first, lower, unit):
+        narrow = x.shape[1] * x.itemsize == 32
+        if narrow and lower:
+            _NARROW_LOWER(x, a, first, unit)
+        elif narrow:
+            _NARROW_UPPER(x, a, first, unit)
+        elif lower:
+            _WIDE_LOWER(x, a, first, unit)
+        else:
+            _WIDE_UPPER(x, a, first, unit)
+
+    return call
+
+
+_QUOTIENTS = _quotients_of(compiled.FEW_ROWS[0], 32)
+
+
+@overload(compiled.few_rows_quotients, jit_options=AS_WRITTEN)
+def _few_rows_quotients(y, first, column, rows, t, top, ones):
+    def call(y, first, column, rows, t, top, ones):
+        _QUOTIENTS(y, first, column, rows, t, top, ones)
 
     return call

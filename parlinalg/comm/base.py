@@ -293,9 +293,11 @@ class Comm(ABC):
 
         With `seldom` the rank gives its core up at once, and looks again after some milliseconds.
         """
+        self._calls += 1
+        if here():
+            return
         from parlinalg.comm.watch import until
 
-        self._calls += 1
         slot.state = (monotonic(), self, "barrier", self._calls)
         try:
             until(here, seldom)

@@ -82,6 +82,8 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
             held.refused = size
             yield None
             return
+        if isinstance(held.memory, mmap.mmap):
+            _crowded(comm)  # now, not in the next task, which may be timed
     else:
         meet(comm)  # the others may still read what was there
     held.in_use = True

@@ -367,7 +367,7 @@ class LUFactor(WithDeterminant, Factor):
         given: Any = None
         if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
             given = a.summed().block
-            t, given = kernels.in_columns(given, width), None if spent else given
+            t, given = kernels.in_columns(given, width, spaced=True), None if spent else given
         elif alone:
             t = a.summed().block
             sides = t[:, :0]

@@ -237,13 +237,15 @@ def triangular_solution(
     given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
     if a.ndim > 2 or b.ndim > 2:
         return _stacks_of_triangles(a.astype(dtype, copy=False), b.astype(dtype, copy=False), given, check)
-    a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
+    a, b = (x if x.dtype == dtype else x.astype(dtype) for x in (a, b))
+    a, n = a.summed() if a.layout.partial else a, a.shape[0]
     few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
     finite = False  # as far as all ranks know
     with np.errstate(all="ignore"):
         if few and b.shape[0] == n:
             x, finite = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
-            x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
+            x, target = x if b.ndim == 2 else reshape(x, (n,)), b.layout.with_partial(())
+            x = x if x.layout == target else x.redistribute(target)
         else:
             held = Factor(a)
             held.tiles = tiles_for(a, None, "solve_triangular")
@@ -272,19 +274,22 @@ def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bo
     """
     grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
     (first, second), own = layout.dims[::-1] if adjoint else layout.dims, b.layout
-    cuts, there, back = (first, second), Layout(first, None), Layout(second, None)
+    cuts = (first, second)
     if not grid.inside:
         return DistArray(grid.backend.empty((0, 0), a.dtype), (n, sides), own.with_partial(()), grid), False
-    t, lower = a.block.T if adjoint else a.block, lower != adjoint
-    if not own.partial and grid.size > 1:
-        y = b.block.conj() if adjoint else b.block
+    t, lower, y = a.block.T if adjoint else a.block, lower != adjoint, b.block.conj() if adjoint else b.block
+    if grid.size == 1:
+        x = y.copy(order="C")
+        kernels.substitute(t, x, lower=lower, unit=unit)
+        return DistArray(x.conj() if adjoint else x, b.shape, own.with_partial(()), grid), False
+    if not own.partial:
         found = triangular.solved_in_common(
             grid, cuts, t, y, grid.block(own, b.shape), (n, sides), lower=lower, unit=unit
         )  # fmt: skip
         if found is not None:
             x, finite = found
             if grid.everyone.books:
-                for src, dst in ((own, there), (back, own)):
+                for src, dst in ((own, Layout(first, None)), (Layout(second, None), own)):
                     count(src, dst, b.shape, grid, a.dtype)
             finite = finite and grid.world.size == grid.size
             if finite:
@@ -292,10 +297,10 @@ def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bo
             return DistArray(x.conj() if adjoint else x, b.shape, own, grid), finite
     rows, columns, pieces, _, _ = triangular.resting(cuts, tuple(grid.sizes.items()), n, lower)
     down, across = (grid.comm(cut) for cut in cuts)
-    b = b.redistribute(there)
+    b = b.redistribute(Layout(first, None))
     y = b.block.conj() if adjoint else b.block
     x = triangular.solved(down, across, t, (rows, columns), y, pieces, lower=lower, unit=unit, blocks=True)
-    return DistArray(x.conj() if adjoint else x, (n, sides), back, grid), False
+    return DistArray(x.conj() if adjoint else x, (n, sides), Layout(second, None), grid), False
 
 
 def _diagonal(a: DistArray) -> tuple[bool, int]:

@@ -77,6 +77,47 @@ class TestLoops:
             residual = t.astype(np.float64) @ x - b[:, :sides]
             np.testing.assert_allclose(residual, 0, rtol=0, atol=16 * np.finfo(dtype).eps)
 
+    def test_substituted_right(self, dtype, sides, lying, used):
+        """Triangles of up to `skinny.WIDE` columns, and rows that are no multiple of those found together."""
+        for rows in (1, 7, 8, 9, 100, 8 * skinny.WIDE + 3):
+            n = min(2 * sides, rows // skinny.TALL, skinny.WIDE)
+            a, b = numbers(max(rows, n), dtype)
+            t, b = a[:n, :n], np.resize(b, (rows, n))
+            x, t = lying(b), np.where(np.tri(n, k=-1, dtype=bool), dtype.type(np.nan), t)
+            assert skinny.substituted_right(lying(t), x) == (n > 0)
+            np.testing.assert_allclose(x.astype(float) @ np.triu(a[:n, :n]), b, rtol=0, atol=16 * np.finfo(dtype).eps)
+            if n and x.base is not None:
+                assert np.isnan(x.base).sum() == x.base.size - x.size
+
+
+@pytest.mark.serial
+def test_extreme_quotients_are_left_to_blas(dtype, used):
+    """Reciprocals that overflow, quotients that do, and those that lose digits near underflow."""
+    tiny, huge = np.finfo(dtype).tiny, np.finfo(dtype).max
+    b = np.ones((100, 2), dtype)
+    for t in (
+        [[tiny / 8, 0], [0, 1]],
+        [[0, 0], [0, 1]],
+        [[1e-9, huge], [0, 1]],
+        [[1e9, tiny], [0, 1]],
+        [[np.inf, 1], [0, 1]],
+    ):
+        assert not skinny.substituted_right(np.array(t, dtype), b)
+        np.testing.assert_array_equal(b, 1)
+    for t in ([[1, 0], [0, 1]], [[1, tiny], [0, 1]], [[1e9, 0], [0, 1e-9]]):
+        x = b.copy()
+        assert skinny.substituted_right(np.array(t, dtype), x)
+        np.testing.assert_allclose(x @ np.array(t, dtype), 1, rtol=16 * np.finfo(dtype).eps)
+
+
+@pytest.mark.serial
+def test_wide_triangles_and_rows_that_do_not_lie_together_are_left_to_blas(dtype, used, monkeypatch):
+    n = skinny.WIDE + 1
+    for t, b in ((np.eye(n), np.ones((8 * n, n))), (np.eye(8), np.ones((63, 8))), (np.eye(8), np.ones((8, 64)).T)):
+        assert not skinny.substituted_right(t.astype(dtype), b.astype(dtype, order="K"))
+    monkeypatch.setattr(skinny, "blas_threads", lambda: 2)
+    assert not skinny.substituted_right(np.eye(8, dtype=dtype), np.ones((64, 8), dtype))
+
 
 @pytest.mark.serial
 @pytest.mark.parametrize("given", [False, True], ids=["new", "out"])

@@ -960,3 +960,32 @@ def test_copies_in_columns(shape, threads, dtype, monkeypatch):
     found = kernels.in_columns(a, 2)
     assert found.flags.f_contiguous
     np.testing.assert_array_equal(found[:, :-2], a)
+    found = kernels.in_columns(a, 2, spaced=True)
+    if a.size:
+        assert found.strides == (a.itemsize, len(a) * a.itemsize)  # which is no multiple of kernels.SPACED
+    np.testing.assert_array_equal(found[:, :-2], a)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 96), (4096, 130), (512, 600)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_columns_that_do_not_lie_a_power_of_two_apart(shape, threads, dtype, monkeypatch):
+    """They are factored where they lie, in panels too; what lies between them stays."""
+    monkeypatch.setattr(kernels.blas, "blas_threads", lambda: threads)
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    rng = np.random.default_rng(0)
+    a = (rng.standard_normal(shape) + (1j * rng.standard_normal(shape) if dtype[0] == "c" else 0)).astype(dtype)
+    a = kernels.in_columns(a, 2, spaced=True)
+    assert a.strides[1] == len(a) * a.itemsize + kernels.SPACE
+    whole = a.base.view(dtype)  # of complex64 numbers of float64 were copied
+    assert whole.shape[0] * a.itemsize == a.strides[1]
+    whole[len(a) :], a[:, -2:] = 7, 5
+    given = a[:, :-2].copy()
+    found, order = kernels.lu(a[:, :-2], given=given)
+    assert np.shares_memory(found, a)
+    lower, upper = np.tril(found[:, : min(shape)], -1) + np.eye(*shape)[:, : min(shape)], np.triu(found[: min(shape)])
+    np.testing.assert_allclose(lower @ upper, given[order], rtol=0, atol=200 * np.finfo(dtype).eps * abs(given).max())
+    assert abs(lower).max() <= 1.5  # a complex pivot has the largest sum of its parts
+    np.testing.assert_array_equal(whole[len(a) :], 7)
+    np.testing.assert_array_equal(a[:, -2:], 5)
