@@ -202,10 +202,15 @@ class Bounds:
         return found
 
     def _buffers(self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int]) -> int:
-        """Return the bytes of a stage that are neither at rest nor kept, at the least."""
+        """Return the bytes of a stage that are neither at rest nor kept, at the least.
+
+        Of offloaded activations none need be in memory but those in use: that is in what a block `needs`.  While one
+        computes, its microbatch may not have what the last layer keeps, or no gradient its memory.
+        """
         terms = stage.rest.gradients if self.model.settles(c) else 0
-        kinds = {*kinds} - {"optimizer"}  # tiles are small
-        return stage.transient + in_transit(kinds, stage.rest.weights, terms, 0, *away, stage.largest)
+        needed = max(stage.transient, away[1]) if "activations" in kinds else stage.transient
+        kinds = {*kinds} - {"optimizer", "activations"}  # tiles are small
+        return needed + in_transit(kinds, stage.rest.weights, terms, 0, 0, 0, stage.largest)
 
     def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
         """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
@@ -223,7 +228,7 @@ class Bounds:
         return Copies(**spent)
 
     def _away(self, c: Candidate) -> list[tuple[int, int]]:
-        """Return the bytes of activations that are offloaded in each stage, and those of a block, at the least.
+        """Return the bytes of activations that are offloaded in each stage, and those of `_needed`, at the least.
 
         Of equal blocks one and two are traced: what blocks share is offloaded once.
         """
@@ -236,12 +241,28 @@ class Bounds:
                 found.append(0)
                 continue
             given = bare[alike - 1].output if alike else None
-            sizes = []
-            for n in (1, 2):
-                known = "away", n, setup.key, key, given
-                sizes.append(self.model.part(known, setup, layers=(alike, alike + n), given=given).away)
-            found.append(sizes[1] - sizes[0])
-        return [(sum(found[a:b]), max(found[a:b])) for a, b in self._pipeline(c)[1]]
+            known = "two", setup.key, key, given
+            both = self.model.part(known, setup, layers=(alike, alike + 2), given=given, update=False)
+            found.append(both.away - bare[alike].away)
+        return [(sum(found[a:b]), self._needed(c, bare, a, b)) for a, b in self._pipeline(c)[1]]
+
+    def _needed(self, c: Candidate, parts: Sequence[Part], a: int, b: int) -> int:
+        """Return the bytes that a stage needs while one of its blocks computes, if activations are offloaded, beside
+        what rests and what its first and last layer keep of every microbatch.
+
+        The trace of the block alone has no array of other layers, and its own ones only while they are made or in use,
+        so that all it holds is held in the stage too, but for an output, which the trace keeps throughout.  As then
+        the last layer may keep nothing yet, or no more, and no gradient may have its memory, these are subtracted.
+        Where gradients of weights come later, what is in use for them is not in use for those of inputs: 0.
+        """
+        schedule, _ = self._pipeline(c)
+        if schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0]):
+            return 0
+        alone = self.model.alone(c.dtype)
+        gradients = alone.gradients / max(1, alone.weights) * sum(part.weights for part in parts[a:b])
+        ends = parts[-1].kept if b == len(parts) else 0
+        most = max((p.left.kept + p.left.transient - p.message for p in parts[a:b] if p.left is not None), default=0)
+        return max(0, int(most - gradients - ends))
 
     def _least_seconds(self, c: Candidate, stages: Sequence[Floor], copies: Sequence[Copies]) -> float:
         """Return the bound of a candidate's time with what comes and goes in each stage."""

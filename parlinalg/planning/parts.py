@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +20,9 @@ import numpy as np
 
 from parlinalg.array import zeros
 from parlinalg.array.create import dtype_named
-from parlinalg.autograd import Parameter, Tensor, no_sync, saved_arrays_hooks
+from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
-from parlinalg.autograd.rule import memory
-from parlinalg.autograd.tape import walking
+from parlinalg.backend import Backend
 from parlinalg.backend.shapes import WhatIf
 from parlinalg.datasets.tokens import tokenizer
 from parlinalg.errors import ConfigError
@@ -33,8 +31,10 @@ from parlinalg.layout import Layout
 from parlinalg.nn import Module, ModuleList
 from parlinalg.nn.added_losses import added_losses
 from parlinalg.nn.layer import Layer, layers_of
+from parlinalg.offload.activations import WINDOW
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
-from parlinalg.offload.probe import ActivationProbe
+from parlinalg.offload.probe import ActivationProbe, ProbeStore
+from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
@@ -57,6 +57,7 @@ from parlinalg.train.recipes import (
     length_of_sequences,
     require_vocabulary,
 )
+from parlinalg.units import parse_bytes
 
 Bytes = TypeVar("Bytes", int, float)
 SPANS = ("forward", "backward", "update")
@@ -136,6 +137,15 @@ class Between(NamedTuple):
     dtype: str
 
 
+class Left(NamedTuple):
+    """The bytes of a microbatch in memory where the activations of blocks are offloaded: kept between its passes,
+    pending as of a `Part`, and at the peak beside what rests and is kept."""
+
+    kept: int
+    pending: int
+    transient: int
+
+
 class Tie(NamedTuple):
     """The bytes of a parameter on this rank: of its value, of its gradient, those that this rank updates, and the most
     that a rank updates that shares the update."""
@@ -171,17 +181,17 @@ class Part:
     pending : int
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
-    pending_away : int
-        Bytes of `pending` that are put away where the activations of blocks are offloaded: what the gradients of
-        weights take and those of inputs do not stays away, and the rest of `away` is done with.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
         None of the last layer.
     message : int
         Bytes of the output's block.
-    away, block : int
-        Bytes of `kept` that are put away where the activations of blocks are offloaded, and those of one block.
+    away, array : int
+        Bytes that a microbatch puts away where the activations of blocks are offloaded, and those of the largest array.
+    left : Left or None
+        What stays then, by a pass that offloads them, to a store that brings back no array before it is in use; None
+        if there are no blocks.
     largest : int
         Bytes of the largest block of a parameter.
     recorded : int
@@ -211,14 +221,14 @@ class Part:
     output: Between | None
     message: int
     away: int = 0
-    block: int = 0
+    array: int = 0
     largest: int = 0
     recorded: int = 0
     settled: bool = True
     summed: int = 0
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
-    pending_away: int = 0
+    left: Left | None = None
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -285,7 +295,10 @@ class Part:
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
         kept, pending = self.kept, self.pending
         terms = held if self.settled else 0
-        transient += in_transit(places, weights, terms, states, self.away, self.block, self.largest)
+        if "activations" in places and self.left is not None:
+            kept, pending, transient = self.left
+        queued = 0 if device else self.away  # a device's copies are waited for, the host's memory has the queues
+        transient += in_transit(places, weights, terms, states, queued, self.array, self.largest)
         rest, each = Counter[str](), Counter[str]()
         moves = {span: Counter[str]() for span in SPANS}
         for (span, kind), (come, go) in offload_moves(places, weights, terms, states, self.away).items():
@@ -298,7 +311,6 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            kept, pending = kept - self.away, max(0, pending - self.pending_away)  # it comes back when it is needed
         if (place := places.get("parameters")) is not None:
             rest[place] += weights + terms
             weights, held = 0, held - terms
@@ -341,51 +353,50 @@ def offload_moves(
 
 
 def in_transit(
-    kinds: Collection[str], weights: int, terms: int, states: int, away: int, block: int, largest: int
+    kinds: Collection[str], weights: int, terms: int, states: int, away: int, array: int, largest: int
 ) -> int:  # fmt: skip
     """Return the bytes of what is offloaded that are in memory at once, as they come or go, beside what stays there."""
     alone = 0 if "parameters" in kinds else terms
     tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
     least = {
-        "optimizer": min(states, tiles), "activations": on_their_way(away, block),
+        "optimizer": min(states, tiles), "activations": queued(away, array),
         "parameters": min(weights + terms, 3 * largest), "gradients": min(alone, 2 * largest),
     }  # fmt: skip
     return sum(least[kind] for kind in kinds)
 
 
-def on_their_way(away: Bytes, block: Bytes) -> Bytes:
-    """Return the bytes of offloaded activations that come or go at once, of so many in all and in a block."""
-    return min(away, 3 * block)
+def queued(away: Bytes, array: Bytes) -> Bytes:
+    """Return the most bytes of offloaded activations that wait for a disk, or came from it ahead of their use.
+
+    So many are away of a microbatch, and in the largest array.  The arrays that wait to be written have at most
+    `WINDOW` bytes, or are one array.  Those read ahead have at most so many before the last of them.  These come in the
+    reverse order, so that after a forward pass they are those that are still waiting to be written.
+    """
+    return min(away, parse_bytes(WINDOW) + array)
+
+
+class NoDisk(ProbeStore):
+    """A store on a disk that takes no time, of arrays without values."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def put(self, raw: Any) -> OffloadedBytes:
+        away = super().put(raw)
+        away.hold = None
+        return away
+
+    def get(self, away: OffloadedBytes) -> Any:
+        return self.backend.empty(away.nbytes, np.uint8)
 
 
 class HostProbe(ActivationProbe):
-    """Counts what of the activations of modules a disk would hold, of blocks in host memory that have no values."""
+    """Offloads the activations of modules to a disk that takes no time, of blocks in host memory without values."""
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
-        super().__init__(parameters)
-        self._found: dict[int, weakref.ref[Any]] = {}
-
-    def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
-        if walking() is not None:
-            return call(*args, **kwargs)
-        before = self.nbytes
-        with saved_arrays_hooks(self._seen, lambda array: array):
-            result = call(*args, **kwargs)
-        self.block = max(self.block, self.nbytes - before)
-        return result
-
-    def _seen(self, array: Any) -> Any:
-        """Note the memory of an array that would go, by the rule of `Packer.pack`; it stays where it is."""
-        whole = memory(array)
-        large = array.ndim and whole.nbytes >= self.least and array.nbytes * 4 >= whole.nbytes
-        if large and id(whole) not in self._weights:
-            self._found[id(whole)] = weakref.ref(whole)
-        return array
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what was noted and is still held."""
-        return sum(int(whole.nbytes) for found in self._found.values() if (whole := found()) is not None)
+    def _open(self, backend: Backend, number: int | None) -> Store:
+        self._probed = NoDisk(backend)
+        return self._probed
 
 
 def layer_keys(model: Any) -> list[tuple[Any, ...]]:
@@ -552,11 +563,11 @@ class _Run:
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
-        gradients = states = away = block = pending = pending_away = 0
+        gradients = states = pending = after = 0
         change = update_for(self.config, self.optimizer)
         held = world.device.held
         if update:  # a first step makes what later ones hold
-            away, block = self.probed(rows, given)
+            self.microbatch(rows, given, sync=False)
             gradients = max(0, world.device.held - held)
             self.settle()
             change(True, 1.0)
@@ -564,22 +575,28 @@ class _Run:
             world.reset_peak()
         with world.trace() as trace:
             kept = self.microbatch(rows, given, sync=False)
+            passes = world.peak_memory
             if update:
                 with span("end"):
                     self.microbatch(rows, given, sync=self.alone)
+                    passes = world.peak_memory
+                    world.reset_peak()
                     if not self.alone:
                         with span("reduce"):
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
-        peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
+                after = world.peak_memory
+        own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         if not (update and self.alone):
-            pending, pending_away = self.deferring(rows, given)
+            pending = self.deferred(rows, given)
+        rest = self.weights + gradients + states if update else world.device.held
+        away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
-            trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
-            block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, pending_away,
+            trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
+            array, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, left,
         )  # fmt: skip
 
     @property
@@ -594,22 +611,25 @@ class _Run:
         bare = [p for p in self.updated if not states_of(p.dtype, master)[1]]
         return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
-    def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
-        """Run a microbatch, and return what of its activations could be offloaded, and the most of one block."""
-        with self.probe() as probe:
-            self.microbatch(rows, given, sync=False, probe=probe)
-            return self.away, 0 if probe is None else probe.block
+    def offloaded(
+        self, rows: int, given: Between | None, update: bool, rest: int, after: int
+    ) -> tuple[int, int, Left | None]:  # fmt: skip
+        """Run a microbatch that offloads the activations of the blocks, if there are any; return the bytes that it puts
+        away, those of the largest array, and what is left in memory.
 
-    @contextmanager
-    def probe(self) -> Iterator[ActivationProbe | None]:
-        """Count what of the activations of the blocks could be offloaded, if there are any."""
+        `rest` is what is held before, `after` the peak of what follows the microbatches of a step.
+        """
         if not self.blocks:
-            yield None
-            return
-        kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
+            return 0, 0, None
+        device = self.world.device
+        kind = ActivationProbe if device.target == "gpu" else HostProbe
         with kind(self.parameters) as probe:
             probe.place(self.blocks)
-            yield probe
+            self.world.reset_peak()
+            kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
+            transient = max(0, max(self.world.peak_memory, after) - rest - kept)
+            pending = self.deferred(rows, given) if update and not self.alone else 0
+            return self.away, probe.array, Left(kept, pending, transient)
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -638,15 +658,8 @@ class _Run:
                     backward_of([root])
         return kept
 
-    def deferring(self, rows: int, given: Between | None) -> tuple[int, int]:
-        """Return the bytes that a microbatch keeps whose gradients of weights come last, until then, and of them those
-        that could be offloaded."""
-        pending, _ = self.deferred(rows, given, None)
-        with self.probe() as probe:
-            return pending, 0 if probe is None else self.deferred(rows, given, probe)[1]
-
-    def deferred(self, rows: int, given: Between | None, probe: ActivationProbe | None) -> tuple[int, int]:
-        """Run a microbatch whose gradients of weights come last; return what it keeps, and the probe counts."""
+    def deferred(self, rows: int, given: Between | None) -> int:
+        """Run a microbatch whose gradients of weights come last, and return the bytes that it keeps until then."""
         targets, held = self._targets(rows), self.world.device.held
         x = self._given(rows, given)
         with self._training(), no_sync():
@@ -661,9 +674,8 @@ class _Run:
             unit.input_gradients()
             grads.clear()
             pending = max(0, self.world.device.held - held)
-            away = 0 if probe is None else probe.nbytes
             unit.parameters()
-        return pending, away
+        return pending
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning.candidates import Candidate
-from parlinalg.planning.parts import Between, Part, on_their_way
+from parlinalg.planning.parts import Between, Part, queued
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
 from parlinalg.planning.timeline import COMPUTED
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
@@ -309,8 +309,8 @@ class Predictor:
             return made
         there = self.model.offloading(part, c)
         made |= self._bytes(there)
-        if "activations" in dict(c.offload):
-            made["away"], made["block"] = part.away, part.block
+        if "activations" in dict(c.offload) and self.model.target != "gpu":
+            made["away"], made["array"] = part.away, part.array
         for span, group in (("forward", "pass"), ("backward", "pass"), ("update", "update")):
             for cause, nbytes in there.moves[span].items():
                 if not nbytes:
@@ -555,20 +555,20 @@ def _simulated(
 def _total(figures: Sequence[Figures]) -> Figures:
     """Return the figures of layers one after the other.
 
-    When a layer goes back, those behind it keep nothing any more.  Of all layers' offloaded activations some blocks are
-    on their way at once.
+    When a layer goes back, those behind it keep nothing any more.  Of all layers' offloaded activations some are
+    queued for a disk at once.
     """
     made: Figures = {}
     most = 0.0
     for figure in figures:
         for name, value in figure.items():
-            before, once = made.get(name, 0.0), name == "block" or name.startswith("tie ")
+            before, once = made.get(name, 0.0), name == "array" or name.startswith("tie ")
             made[name] = max(before, value) if once else before + value
-        own = on_their_way(figure.get("away", 0.0), figure.get("block", 0.0))
+        own = queued(figure.get("away", 0.0), figure.get("array", 0.0))
         most = max(most, made["kept"] + figure["transient"] - own)
     for name in RESTS if figures else ():
         made[name] -= _twice(figures, name)
-    moving = on_their_way(made.get("away", 0.0), made.get("block", 0.0))
+    moving = queued(made.get("away", 0.0), made.get("array", 0.0))
     made["transient"] = max(0.0, most - made.get("kept", 0.0)) + moving
     for name in ("message", "message words"):
         made[name] = figures[-1][name] if figures else 0.0
