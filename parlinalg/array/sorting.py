@@ -486,6 +486,8 @@ def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArr
     if not axes:
         return values.like(a.xp.searchsorted(keys, asked, side=side).astype(np.int64))
     comm, backend = grid.comm(axes), grid.backend
+    if not backend.values:
+        raise values_needed("a search in sorted values along a dim that is cut")
     lengths = np.asarray(cut_lengths(a.size, axes, grid.sizes))
     starts = np.cumsum(lengths) - lengths
     held = np.flatnonzero(lengths)

@@ -354,6 +354,12 @@ def _weights(weights: Any, a: DistArray, name: str) -> DistArray | None:
     return settled(found, name)
 
 
+def _require_values(a: DistArray, what: str) -> None:
+    """Raise `ValuesNeeded` on imagined ranks if values of other ranks decide."""
+    if used(a.grid, tuple(a.layout.cut_axes)) and not a.grid.backend.values:
+        raise values_needed(f"{what} of an array that is cut")
+
+
 def bincount(x: DistArray, weights: Any = None, minlength: int = 0) -> DistArray:
     """Return how often each of the numbers 0, 1, … is in an array of one dim, or the sums of their weights."""
     if x.ndim != 1 or x.dtype.kind not in "biu":
@@ -363,6 +369,7 @@ def bincount(x: DistArray, weights: Any = None, minlength: int = 0) -> DistArray
     if minlength < 0:
         raise ValueError(f"np.bincount takes a minlength of at least 0, not {minlength}")
     a, given = settled(x, "bincount"), _weights(weights, x, "bincount")
+    _require_values(a, "the number of bins of bincount")
     a = a.astype(np.int64, copy=False)
     if a.size and a.min().item() < 0:
         raise ValueError(f"np.bincount takes numbers of at least 0; the smallest is {a.min().item()}")
@@ -433,6 +440,7 @@ def _bins(a: DistArray, bins: Any, limits: Any, weights: Any, name: str) -> tupl
         raise ValueError(f"np.{name} takes the rules {', '.join(RULES)} for bins, not {bins!r}")
     if weights is not None:
         raise TypeError("Automated estimation of the number of bins is not supported for weighted data")
+    _require_values(a, f"the number of bins of {name} by the rule {bins!r}")
     first, last = np.histogram_bin_edges(few, 1, limits)
     if limits is not None:
         a = a[(a >= first) & (a <= last)]

@@ -140,7 +140,8 @@ class Bounds:
             left = [self._left(c, stage.rest, kinds) for stage in stages]
             kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
             pending = [stage.made if "activations" in kinds else stage.pending for stage in stages]
-            buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, strict=True)]
+            made = [[sum(left[t].gradients for t in held) for held in own if s in held] for s in range(len(stages))]
+            buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, map(max, made), strict=True)]
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
             need = messages + max(
@@ -201,16 +202,19 @@ class Bounds:
             )  # fmt: skip
         return found
 
-    def _buffers(self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int]) -> int:
+    def _buffers(
+        self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int], gradients: int
+    ) -> int:  # fmt: skip
         """Return the bytes of a stage that are neither at rest nor kept, at the least.
 
-        Of offloaded activations none need be in memory but those in use: that is in what a block `needs`.  While one
-        computes, its microbatch may not have what the last layer keeps, or no gradient its memory.
+        Of offloaded activations none need be in memory but those in use, which are in what a block needs.  While it
+        computes, the `gradients` that rest on the rank may not have their memory yet, and values and gradients that
+        come and go may be among what it needs.
         """
         terms = stage.rest.gradients if self.model.settles(c) else 0
-        needed = max(stage.transient, away[1]) if "activations" in kinds else stage.transient
-        kinds = {*kinds} - {"optimizer", "activations"}  # tiles are small
-        return needed + in_transit(kinds, stage.rest.weights, terms, 0, 0, 0, stage.largest)
+        few = {*kinds} - {"optimizer", "activations"}  # tiles are small
+        last = stage.transient + in_transit(few, stage.rest.weights, terms, 0, 0, 0, stage.largest)
+        return max(last, away[1] - gradients) if "activations" in kinds else last
 
     def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
         """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
@@ -251,18 +255,16 @@ class Bounds:
         what rests and what its first and last layer keep of every microbatch.
 
         The trace of the block alone has no array of other layers, and its own ones only while they are made or in use,
-        so that all it holds is held in the stage too, but for an output, which the trace keeps throughout.  As then
-        the last layer may keep nothing yet, or no more, and no gradient may have its memory, these are subtracted.
-        Where gradients of weights come later, what is in use for them is not in use for those of inputs: 0.
+        so that all it holds is held in the stage too, but for an output, which the trace keeps throughout.  As the last
+        layer may keep nothing of the microbatch yet, or no more, that is subtracted.  Where gradients of weights come
+        later, what is in use for them is not in use for those of inputs: 0.
         """
         schedule, _ = self._pipeline(c)
         if schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0]):
             return 0
-        alone = self.model.alone(c.dtype)
-        gradients = alone.gradients / max(1, alone.weights) * sum(part.weights for part in parts[a:b])
         ends = parts[-1].kept if b == len(parts) else 0
         most = max((p.left.kept + p.left.transient - p.message for p in parts[a:b] if p.left is not None), default=0)
-        return max(0, int(most - gradients - ends))
+        return max(0, most - ends)
 
     def _least_seconds(self, c: Candidate, stages: Sequence[Floor], copies: Sequence[Copies]) -> float:
         """Return the bound of a candidate's time with what comes and goes in each stage."""

@@ -137,13 +137,23 @@ class Between(NamedTuple):
     dtype: str
 
 
+class Late(NamedTuple):
+    """The bytes at the peak of a pass where gradients of weights come last: of the forward pass and the one for the
+    gradients of inputs beside what rests and is kept, of that for weights beside what rests and is pending."""
+
+    forward: int = 0
+    inputs: int = 0
+    weights: int = 0
+
+
 class Left(NamedTuple):
-    """The bytes of a microbatch in memory where the activations of blocks are offloaded: kept between its passes,
-    pending as of a `Part`, and at the peak beside what rests and is kept."""
+    """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`, `transient`
+    and `late` as of a `Part`."""
 
     kept: int
     pending: int
     transient: int
+    late: Late
 
 
 class Tie(NamedTuple):
@@ -189,6 +199,7 @@ class Part:
         Bytes of the output's block.
     away, array : int
         Bytes that a microbatch puts away where the activations of blocks are offloaded, and those of the largest array.
+    late : Late
     left : Left or None
         What stays then, by a pass that offloads them, to a store that brings back no array before it is in use; None
         if there are no blocks.
@@ -228,6 +239,7 @@ class Part:
     summed: int = 0
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
+    late: Late = field(default_factory=Late)
     left: Left | None = None
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
@@ -293,12 +305,13 @@ class Part:
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
-        kept, pending = self.kept, self.pending
+        kept, pending, late = self.kept, self.pending, self.late
         terms = held if self.settled else 0
         if "activations" in places and self.left is not None:
-            kept, pending, transient = self.left
-        queued = 0 if device else self.away  # a device's copies are waited for, the host's memory has the queues
-        transient += in_transit(places, weights, terms, states, queued, self.array, self.largest)
+            kept, pending, transient, late = self.left
+        away = 0 if device else self.away  # a device's copies are waited for, the host's memory has the queues
+        moving = in_transit(places, weights, terms, states, away, self.array, self.largest)
+        transient, late = transient + moving, Late(*(n + moving for n in late))
         rest, each = Counter[str](), Counter[str]()
         moves = {span: Counter[str]() for span in SPANS}
         for (span, kind), (come, go) in offload_moves(places, weights, terms, states, self.away).items():
@@ -327,8 +340,8 @@ class Part:
             events.append(event)
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
-            gradients=held, states=states, kept=kept, pending=pending, peak=weights + held + states + kept + transient,
-            elsewhere=rest, elsewhere_kept=each, moves=moves,
+            gradients=held, states=states, kept=kept, pending=pending, late=late,
+            peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
             made._spans[span, ()] = self._span(span, copies.get(span, ()))
@@ -388,7 +401,7 @@ class NoDisk(ProbeStore):
         return away
 
     def get(self, away: OffloadedBytes) -> Any:
-        return self.backend.empty(away.nbytes, np.uint8)
+        return self.backend.staging(away.nbytes, np.uint8)
 
 
 class HostProbe(ActivationProbe):
@@ -589,14 +602,16 @@ class _Run:
                 after = world.peak_memory
         own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
-        if not (update and self.alone):
-            pending = self.deferred(rows, given)
         rest = self.weights + gradients + states if update else world.device.held
+        late = Late()
+        if not (update and self.alone):
+            pending, late = self.deferred(rows, given, rest, kept, after)
         away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
             trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
             array, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, left,
+            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, late,
+            left,
         )  # fmt: skip
 
     @property
@@ -628,8 +643,8 @@ class _Run:
             self.world.reset_peak()
             kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
             transient = max(0, max(self.world.peak_memory, after) - rest - kept)
-            pending = self.deferred(rows, given) if update and not self.alone else 0
-            return self.away, probe.array, Left(kept, pending, transient)
+            last = self.deferred(rows, given, rest, kept, after) if update and not self.alone else (0, Late())
+            return self.away, probe.array, Left(kept, last[0], transient, last[1])
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -658,9 +673,13 @@ class _Run:
                     backward_of([root])
         return kept
 
-    def deferred(self, rows: int, given: Between | None) -> int:
-        """Run a microbatch whose gradients of weights come last, and return the bytes that it keeps until then."""
-        targets, held = self._targets(rows), self.world.device.held
+    def deferred(self, rows: int, given: Between | None, rest: int, kept: int, after: int) -> tuple[int, Late]:
+        """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
+
+        `rest` and `after` are as of `offloaded`, and `kept` is what is kept from the forward pass on.
+        """
+        world, targets, held = self.world, self._targets(rows), self.world.device.held
+        world.reset_peak()
         x = self._given(rows, given)
         with self._training(), no_sync():
             y, root = self._forward(x, targets)
@@ -670,12 +689,16 @@ class _Run:
             else:
                 grads.append(zeros(y.shape, self.grid, y.layout, y.dtype).block)
             del x, y, root
+            forward = max(world.peak_memory, after)
+            world.reset_peak()
             unit.backward(grads, later=True)
             unit.input_gradients()
             grads.clear()
-            pending = max(0, self.world.device.held - held)
+            inputs, pending = world.peak_memory, max(0, world.device.held - held)
+            world.reset_peak()
             unit.parameters()
-        return pending
+        beside = forward - kept, inputs - kept, world.peak_memory - pending
+        return pending, Late(*(max(0, n - rest) for n in beside))
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -27,6 +27,8 @@ HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done h
 PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they gather weights
 RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient")  # of a microbatch
+LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
+"""The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.late`."""
 Figures = dict[str, float]
 """Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
 
@@ -357,6 +359,7 @@ class Predictor:
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
+        made |= zip(LATE.values(), part.late, strict=True)
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
             made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
@@ -441,11 +444,13 @@ class Predictor:
         messages = AHEAD * max(f["message"] for own in held for f in own)
         for r, own in enumerate(held):
             weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
-            kept, transient = flight.most(r, *([f[key] for f in own] for key in HELD))
+            late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
+            beside = [{op: f[name if late else "transient"] for op, name in LATE.items()} for f in own]
+            kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
             here = _memory(weights, gradients, states, round(kept), round(messages + transient))
             for p in away:
                 each = [f[f"{p} kept"] for f in own]  # until the gradients of weights are computed
-                there = sum(f[p] for f in own) + flight.most(r, each, each, [0.0] * len(own))[0]
+                there = sum(f[p] for f in own) + flight.most(r, each, each, [dict.fromkeys(LATE, 0.0)] * len(own))[0]
                 away[p] = max(away[p], round(there))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
@@ -503,16 +508,16 @@ class _InFlight(NamedTuple):
     rounds: float = 0.0
 
     def most(
-        self, rank: int, kept: Sequence[float], pending: Sequence[float], transient: Sequence[float]
+        self, rank: int, kept: Sequence[float], pending: Sequence[float], transient: Sequence[Mapping[Op, float]]
     ) -> tuple[float, float]:  # fmt: skip
         """Return the bytes of activations, and those that pass while a chunk computes, at a rank's fullest moment.
 
         Those of one microbatch are given, by the chunks of the rank: kept between its passes, pending as of a `Part`,
-        and transient.
+        and transient in its computations.
         """
 
         def at(graph: Dependencies) -> tuple[float, float]:
-            found = [(m.nbytes(kept, pending), transient[m.chunk]) for m in graph.moments[rank]]
+            found = [(m.nbytes(kept, pending), transient[m.chunk][m.op]) for m in graph.moments[rank]]
             return max(found, key=sum, default=(0.0, 0.0))
 
         held, beside = at(self.graph)
@@ -555,24 +560,37 @@ def _simulated(
 def _total(figures: Sequence[Figures]) -> Figures:
     """Return the figures of layers one after the other.
 
-    When a layer goes back, those behind it keep nothing any more.  Of all layers' offloaded activations some are
-    queued for a disk at once.
+    When a layer goes back, those behind it keep nothing any more, or what is pending.  Of all layers' offloaded
+    activations some are queued for a disk at once.
     """
     made: Figures = {}
-    most = 0.0
     for figure in figures:
         for name, value in figure.items():
             before, once = made.get(name, 0.0), name == "array" or name.startswith("tie ")
             made[name] = max(before, value) if once else before + value
-        own = queued(figure.get("away", 0.0), figure.get("array", 0.0))
-        most = max(most, made["kept"] + figure["transient"] - own)
     for name in RESTS if figures else ():
         made[name] -= _twice(figures, name)
-    moving = queued(made.get("away", 0.0), made.get("array", 0.0))
-    made["transient"] = max(0.0, most - made.get("kept", 0.0)) + moving
+    for name, held, passed in (
+        ("transient", "kept", None), ("late forward", "kept", None), ("late inputs", "kept", "pending"),
+        ("late weights", "pending", None),
+    ):  # fmt: skip
+        made[name] = _beside(figures, name, held, passed) + queued(made.get("away", 0.0), made.get("array", 0.0))
     for name in ("message", "message words"):
         made[name] = figures[-1][name] if figures else 0.0
     return made
+
+
+def _beside(figures: Sequence[Figures], transient: str, held: str, passed: str | None) -> float:
+    """Return the bytes beside those held of all layers while one computes, at the most.
+
+    Those behind it hold nothing, or what they have once they are passed.
+    """
+    most = behind = 0.0
+    for figure in reversed(figures):
+        own = queued(figure.get("away", 0.0), figure.get("array", 0.0))
+        most = max(most, behind + figure[transient] - own)
+        behind += (0.0 if passed is None else figure[passed]) - figure[held]
+    return most
 
 
 def _twice(figures: Sequence[Figures], name: str) -> float:

@@ -189,6 +189,14 @@ def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes, monkey
         for x in (b, counts):  # along a dim that is cut, where the lines are moved to lie whole
             pla.median(x, axis=0)
             pla.quantile(x, [0.2, 0.5], axis=1)
+        for x in (counts, counts[0], counts[:, 0]):  # as many bins as are asked for, whatever the values
+            np.histogram(x)
+            np.histogram(x, 5, (0, 20), weights=x)
+            np.histogram(x, [1, 4, 9])
+        known = pla.distribute(np.arange(0, 20, 3), grid, pla.Layout(None))
+        pla.searchsorted(known, counts)
+        np.digitize(counts, known)
+        np.bincount(known)
 
     grid = dict(zip("rc", sizes if world.size == 4 else (world.size, 1), strict=True))
     both(world, grid, program, what_if=pla.WhatIf())
@@ -568,6 +576,26 @@ def test_what_values_of_other_ranks_decide_is_refused(name, text, dtype):
         line = pla.ones((40,), pla.Grid({"r": 4}), pla.Layout("r"), dtype=dtype)
         with pytest.raises(pla.ValuesNeeded, match=rf"({text}) .*test_imagined\.py:\d+"):
             getattr(pla, name)(line)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: pla.searchsorted(x, x), "a search in sorted values along a dim that is cut"),
+        (lambda x: np.digitize(x, x), "a search in sorted values along a dim that is cut"),
+        (lambda x: np.bincount(x.astype("int64")), "the number of bins of bincount of an array that is cut"),
+        (lambda x: np.histogram(x, "sqrt"), "the number of bins of histogram by the rule 'sqrt' of an array that is"),
+        (lambda x: np.histogram_bin_edges(x, "auto"), "the number of bins of histogram_bin_edges by the rule 'auto'"),
+    ],
+)  # fmt: skip
+def test_what_values_of_other_ranks_count_is_refused(function, text, dtype):
+    """The number of bins, and whom a rank asks where a value lies."""
+    with pla.imagine(4, what_if=pla.WhatIf()):
+        line = pla.ones((40,), pla.Grid({"r": 4}), pla.Layout("r"), dtype=dtype)
+        with pytest.raises(pla.ValuesNeeded, match=rf"{text} .*test_imagined\.py:\d+"):
+            function(line)
 
 
 @pytest.mark.serial
