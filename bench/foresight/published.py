@@ -385,6 +385,11 @@ On another machine, 2 cores of an Intel Xeon whose speed changes by a quarter wi
 2 ranks of that machine training was off by 8.3% and 12%, always too fast, and pipelines by 8.0% and 10.4%, always too
 slow: at worst more than the goal. No pair was in the wrong order in any of these runs.
 
+On a third machine, 2 cores of an AMD EPYC of another family, that day: on 2 ranks training 3.1% in the median and 6.0%
+at worst, pipelines 3.1% and 6.6%; on 4 ranks 4.6% and 8.0%, and 0.7% and 2.3%; hosts at 200 Mbit/s 3.6% and 17%, at
+1 Gbit/s 3.7% and 12%. Two pairs of 83 were in the wrong order: ZeRO 2 and 3 on 4 ranks (measured 1,075 and 1,211 ms,
+predicted 1,118 and 1,113), and at 200 Mbit/s data × 2D and 2.5D (524 and 604 ms, predicted 502 both).
+
 {measured}
 
 What falls short, and why:

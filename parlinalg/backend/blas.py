@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg import tunables
 from parlinalg.backend import Backend, compiled, namespace
 from parlinalg.backend.shapes import ShapeArray
 
@@ -161,61 +160,6 @@ def _in_openblas(symbol: str, package: str = "numpy") -> Any:
         if hasattr(library, symbol):
             return getattr(library, symbol)
     return None
-
-
-# ------------------------------------------------------------------ products
-
-
-def product(x: Any, w: Any, out: Any = None) -> Any:
-    """Return `x @ w` of matrices (with leading batch dims) on one backend, in `out` if it is given.
-
-    OpenBLAS multiplies long rows by a column part by part: the first part of all rows, then the next.  That jumps
-    through memory, and reads it at about two thirds of the rate of one long sum; a few whole rows at a time it reads at
-    four fifths.  A loop that numba compiles reads eight rows side by side, at nine tenths.
-    """
-    xp = namespace(x)
-    if not _in_strips(x, w):
-        return xp.matmul(x, w) if out is None else xp.matmul(x, w, out=out)
-    y = np.empty((len(x), 1), x.dtype) if out is None else out
-    if len(x) >= ABREAST and compiled.ready(x, w, y):
-        _rows_by_column(x, np.ascontiguousarray(w[:, 0]), y[:, 0])
-        return y
-    rows = 4 * -(-tunables.GEMV_STRIP // (4 * x.shape[1] * x.itemsize))
-    for start in range(0, len(x), rows):
-        np.matmul(x[start : start + rows], w, out=y[start : start + rows])
-    return y
-
-
-ABREAST = 8
-"""Rows that `_rows_by_column` reads side by side."""
-
-
-@compiled.loop(sums=True)
-def _rows_by_column(x: Any, w: Any, y: Any) -> None:
-    """y = x w, for a column w and at least eight rows; the last eight rows may overlap those before them."""
-    zero = x.dtype.type(0)
-    for turn in range((x.shape[0] + 7) // 8):
-        i = min(8 * turn, x.shape[0] - 8)
-        a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
-        for j in range(x.shape[1]):
-            v = w[j]
-            a += x[i, j] * v
-            b += x[i + 1, j] * v
-            c += x[i + 2, j] * v
-            d += x[i + 3, j] * v
-            e += x[i + 4, j] * v
-            f += x[i + 5, j] * v
-            g += x[i + 6, j] * v
-            h += x[i + 7, j] * v
-        y[i], y[i + 1], y[i + 2], y[i + 3], y[i + 4], y[i + 5], y[i + 6], y[i + 7] = a, b, c, d, e, f, g, h
-
-
-def _in_strips(x: Any, w: Any) -> bool:
-    if not isinstance(x, np.ndarray) or x.ndim != 2 or w.shape[-1] != 1 or x.nbytes <= 4 * tunables.GEMV_STRIP:
-        return False
-    if x.shape[1] * x.itemsize < tunables.GEMV_ROW or not x.flags.c_contiguous or x.dtype.char not in LETTERS:
-        return False
-    return blas_threads() == 1  # several share one long product better than many short ones
 
 
 def blas_threads() -> int | None:

@@ -95,6 +95,19 @@ def high_product(a: Any, b: Any) -> Any:
     raise NotImplementedError
 
 
+FEW_ROWS = (8, 6)
+"""Rows of a matrix whose products with 32 and with 64 bytes of columns are found together."""
+
+
+def few_rows_product(found: Any, a: Any, top: int, rows: int, left: int, length: int, x: Any) -> None:
+    """found = a[top : top + rows, left : left + length] @ x[left : left + length]: only within loops.
+
+    The elements of a row lie together, those of x are 32 or 64 bytes.  At most as many rows as FEW_ROWS says are found;
+    terms are added in the order of the columns, so that a row's result does not depend on where it lies.
+    """
+    raise NotImplementedError
+
+
 def ready(*blocks: Block) -> bool:
     """Return True if loops can compute on these blocks.
 

@@ -1,4 +1,4 @@
-"""Building blocks of compiled loops: the bits of floats, exponentials that vectorize, and products of 128 bits.
+"""Building blocks of compiled loops: bits of floats, exponentials that vectorize, products of 128 bits and of few rows.
 
 Only `parlinalg.backend.compiled` imports this module, where numba is installed, and attention's loops.  Exponentials
 are those of Cephes (Moshier, 1989), which vectorize as the C library's do not: within 2 units in the last place, 0 in
@@ -14,7 +14,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import make_array
 
 from parlinalg.backend import compiled
 from parlinalg.backend.compiled import AS_WRITTEN
@@ -113,5 +115,71 @@ def _high_product(context: Any, a: Any, b: Any) -> Any:
 def _high_product_of(a, b):
     def call(a, b):
         return _high_product(a, b)
+
+    return call
+
+
+CONTRACT = {"flags": ("contract",)}
+"""Products may be multiplied and added at once."""
+
+
+def _everywhere(builder: Any, value: Any, vector: Any) -> Any:
+    """Return a vector that is one value everywhere."""
+    alone = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
+
+
+def _product_of(rows: int, nbytes: int) -> Any:
+    """Return the product of so many rows with columns of so many bytes, whose sums stay in registers."""
+
+    @intrinsic
+    def product(context: Any, found: Any, a: Any, top: Any, count: Any, left: Any, length: Any, x: Any) -> Any:
+        return types.void(found, a, *[types.intp] * 4, x), code
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, matrix, columns = (make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 6))
+        _, _, top, count, left, length, _ = args
+        number, whole = context.get_value_type(signature.args[0].dtype), ir.IntType(64)
+        itemsize = 8 if number == ir.DoubleType() else 4
+        lanes = nbytes // itemsize
+        vector, none = ir.VectorType(number, lanes), ir.Constant(whole, 0)
+
+        def place(array: Any, row: Any, column: Any) -> Any:
+            line = builder.sdiv(cgutils.unpack_tuple(builder, array.strides, 2)[0], ir.Constant(whole, itemsize))
+            return builder.gep(array.data, [builder.add(builder.mul(row, line), column)])
+
+        lines = []
+        for r in range(rows):  # those beyond the last one are the last one again
+            this = ir.Constant(whole, r)
+            this = builder.select(
+                builder.icmp_signed("<", this, count), this, builder.sub(count, ir.Constant(whole, 1))
+            )
+            lines.append(place(matrix, builder.add(top, this), left))
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in lines]
+        with cgutils.for_range(builder, length) as each:
+            piece = place(columns, builder.add(left, each.index), none)
+            piece = builder.load(builder.bitcast(piece, vector.as_pointer()), align=4)
+            for line, total in zip(lines, sums, strict=True):
+                factor = _everywhere(builder, builder.load(builder.gep(line, [each.index])), vector)
+                term = builder.fmul(factor, piece, **CONTRACT)
+                builder.store(builder.fadd(builder.load(total), term, **CONTRACT), total)
+        for r, total in enumerate(sums):
+            row = builder.bitcast(place(out, ir.Constant(whole, r), none), vector.as_pointer())
+            builder.store(builder.load(total), row, align=4)
+        return context.get_dummy_value()
+
+    return product
+
+
+_NARROW, _WIDE = (_product_of(rows, nbytes) for rows, nbytes in zip(compiled.FEW_ROWS, (32, 64), strict=True))
+
+
+@overload(compiled.few_rows_product, jit_options=AS_WRITTEN)
+def _few_rows_product(found, a, top, rows, left, length, x):
+    def call(found, a, top, rows, left, length, x):
+        if x.shape[1] * x.itemsize == 32:
+            _NARROW(found, a, top, rows, left, length, x)
+        else:
+            _WIDE(found, a, top, rows, left, length, x)
 
     return call

@@ -892,11 +892,12 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
 
     Of a matrix with many more rows than columns the columns of R, which have the same norms, are chosen.
     """
-    if x.ndim > 2 or x.grid.size == 1:
+    (m, n), layout = x.shape[-2:], x.layout.with_partial(())
+    long = x.ndim == 2 and mode != "complete" and m > LONG * n and n
+    if x.ndim > 2 or (x.grid.size == 1 and not (long and x.size * x.dtype.itemsize >= kernels.LARGE)):
         *others, p = batches("qr", lambda xp, a: kernels.pivoted_qr(a, mode), lambda a: _pivoted(a, mode), x)
         return *others, p.redistribute(Layout(*x.layout.dims[:-2], x.layout.dims[-1]))
-    (m, n), layout = x.shape, x.layout.with_partial(())
-    if mode != "complete" and m > LONG * n and n:
+    if long:
         tall = tall_qr(x, with_q=mode != "r")
         if tall is not None:
             *q, r, p = _pivoted(tall.R, mode)

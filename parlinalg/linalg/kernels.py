@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.backend import Backend, backend_of, blas, compiled, namespace, shape_solver
+from parlinalg.backend import Backend, backend_of, blas, compiled, namespace, shape_solver, skinny
 from parlinalg.backend.blas import added, added_square, multiplied, substituted
 from parlinalg.backend.shapes import has_values, values_needed
 
@@ -137,7 +137,7 @@ def call(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> int:
 
 def subtract(y: Block, x: Block, w: Block) -> None:
     """Subtract `x @ w` from y, in place."""
-    if y.size and x.size and not added(y, x, w, -1):
+    if y.size and x.size and not (skinny.added(y, x, w, -1) or added(y, x, w, -1)):
         y -= x @ w
 
 
@@ -155,7 +155,7 @@ def substitute(
     if (device := _device(b)) and b.size:
         device.substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
         return
-    if not b.size:
+    if not b.size or (not (right or adjoint) and skinny.substituted(t, b, lower=lower, unit=unit)):
         return
     if not unit:
         t = _lifted(t, b, right, adjoint)

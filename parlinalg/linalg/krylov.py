@@ -144,8 +144,9 @@ class _System:
         steps : array of int
             Those that a system has taken since b − A x was computed.
         condition : array
-            About ‖A‖ ‖A⁻¹‖, as far as these steps tell.  If it is small nothing is computed; but two steps tell little:
-            b may be nearly in the null space of A.
+            How much rounding grows in recurrences: ‖A‖ ‖A⁻¹‖ as far as these steps tell, or 100 times its square, as
+            they tell too little of it.  If it is small nothing is computed; but two steps do not tell: b may be
+            nearly in the null space of A.
         length : function
             Of a residual the length that is compared with the limit.
         """
@@ -290,7 +291,7 @@ def cg(
             s.best, s.least = x, size
         active = active & (size > s.limit)
         if not active.any():
-            condition = (largest * longest) ** (2 if pipelined else 1)  # recurrences of products lose more digits
+            condition = (10 * largest * longest) ** 2 if pipelined else largest * longest  # products lose more digits
             active, residual = s.unsolved(x, ~s.failed, taken, condition, vectors.norm)
             if not active.any():
                 return s.result(max(step, 1) if s.failed.any() else 0)
@@ -402,7 +403,8 @@ def minres(
         active = ((np.abs(left) > s.limit) & (size > 0) & ~lost & ~s.failed) | (not s.values)
         if not active.any():
             measured = lambda r: _length(s, r, s.preconditioned(r))  # noqa: E731
-            active, v = s.unsolved(x, ~(lost | s.failed), taken, _ratio(norm, least, True), measured)
+            condition = (10 * _ratio(norm, least, True)) ** 2  # Sleijpen, van der Vorst and Modersitzki (2000)
+            active, v = s.unsolved(x, ~(lost | s.failed), taken, condition, measured)
             if not active.any():
                 break
             z, old_v, w, old_w, begun = s.preconditioned(v), nothing, nothing, nothing, step

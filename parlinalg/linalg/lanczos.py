@@ -190,12 +190,13 @@ def eigsh(
     maxiter : int, optional
         Restarts, 10 n by default.
     tol : float
-        Relative accuracy of the eigenvalues; 0 for what the dtype has.
+        Relative accuracy of the eigenvalues; 0 for what the dtype has beside the largest one.
     return_eigenvectors : bool
         False for the eigenvalues alone.
 
     A step takes one product and two all-reduces (Lanczos with thick restarts and full orthogonalization: Wu and Simon
-    2000).  Arguments are those of `scipy.sparse.linalg.eigsh`.
+    2000).  Of an eigenvalue that occurs several times copies may be missed, as by any method that begins with one
+    vector; `lobpcg` finds them.  Arguments are those of `scipy.sparse.linalg.eigsh`.
 
     Raises
     ------
@@ -263,7 +264,7 @@ def _lanczos(
         order = np.argsort(WHICH[which](values), kind="stable")
         wanted = order[:k]
         bounds = np.abs(space.last * s[-1])
-        enough = max(tol, eps) * np.maximum(np.abs(values), eps ** (2 / 3) * space.scale)
+        enough = np.maximum(tol * np.maximum(np.abs(values), eps ** (2 / 3) * space.scale), eps * space.scale)
         converged = (bounds[wanted] <= enough[wanted]).all() if assumed is None else turn + 1 == turns
         if held == n or converged:
             wanted = np.sort(wanted)

@@ -242,7 +242,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     as of `eigh`.  Of columns and rows that complete a basis the space counts.
     """
     x = as_matrix(x, "svd")
-    if x.ndim == 2 and _alone(x) and not x.grid.backend.cpu and (best := _on_one_gpu(x, full_matrices)) is not None:
+    if x.ndim == 2 and _alone(x) and (best := _on_one_rank(x, full_matrices)) is not None:
         return best
     if x.ndim > 2 or _alone(x):
         return SVDResult(
@@ -287,24 +287,29 @@ def _turned(found: SVDResult, layout: Layout) -> SVDResult:
     return SVDResult(first, found.S, last)
 
 
-def _on_one_gpu(x: DistArray, full_matrices: bool) -> SVDResult | None:
-    """Return what `svd` does, where another way than cuSOLVER's routine is faster, and finds it; else None.
+def _on_one_rank(x: DistArray, full_matrices: bool) -> SVDResult | None:
+    """Return what `svd` does, where another way than LAPACK's or cuSOLVER's routine is faster, and finds it; else None.
 
     Of a matrix of many more rows than columns, or columns than rows, those of R of its QR factorization.
     """
     (m, n), layout = x.shape, x.layout.with_partial(())
     if m < n:
-        found = _on_one_gpu(x.mT.conj(), full_matrices)
+        found = _on_one_rank(x.mT.conj(), full_matrices)
         return None if found is None else _turned(found, layout)
-    if not full_matrices and (q := tall_qr(x)) is not None:
+    if not full_matrices and _worth_qr(x) and (q := tall_qr(x)) is not None:
         if n <= tunables.HOST_SVD:
             u, s, vh = batches("svd", lambda xp, a: tuple(kernels.small_svd(a)), svd, q.R)
         else:
             u, s, vh = svd(q.R, full_matrices=False)
         return SVDResult(matmul(q.Q, u, layout=layout), s, vh)
-    if m == n and n >= tunables.POLAR_SVD[x.real.dtype.itemsize]:
+    if not x.grid.backend.cpu and m == n and n >= tunables.POLAR_SVD[x.real.dtype.itemsize]:
         return polar_svd(x, full_matrices)
     return None
+
+
+def _worth_qr(x: DistArray) -> bool:
+    """Return True if a matrix on one rank is large enough to be factored by QR first, if it is tall."""
+    return not x.grid.backend.cpu or x.size * x.dtype.itemsize >= kernels.LARGE
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -343,7 +348,7 @@ def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = as_matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
-        if x.ndim == 2 and not x.grid.backend.cpu:
+        if x.ndim == 2 and _worth_qr(x):
             tall = tall_qr(x if x.shape[0] > x.shape[1] else x.mT, with_q=False)
             if tall is not None:
                 return batches("svdvals", lambda xp, a: kernels.small_svd(a, compute_uv=False), svdvals, tall.R)[0]

@@ -20,7 +20,7 @@ from parlinalg.comm.shared import ORDERED, Steps
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, coordinates, cut_lengths, index_of
-from parlinalg.linalg import few, kernels
+from parlinalg.linalg import kernels
 from parlinalg.linalg.tiles import SMALL, Board, Numbers, Tiles, board
 
 FEW = 32
@@ -151,10 +151,7 @@ def solved(
     """
     if down.size == across.size == 1:
         x = namespace(b).ascontiguousarray(b.copy())
-        if isinstance(x, np.ndarray) and few.ready(t, x):
-            few.substitute(t, slice(0, len(x)), slice(0, len(x)), x, lower=lower, unit=unit)
-        else:
-            kernels.substitute(t, x, lower=lower, unit=unit)
+        kernels.substitute(t, x, lower=lower, unit=unit)
         return x
     longest = max((end - k for k, end in pieces), default=0)
     most = longest * (b.shape[1] + (0 if blocks else longest))  # at rest no corners are gathered
@@ -338,7 +335,6 @@ def _in_turns(
     in the rows of the next one; 1 when its right-hand sides are there.
     """
     (x, sums, mine), me, began = memory, steps.comm.rank, False
-    loops = few.ready(t, x)
     root = me
     for p, (piece, rows, columns, root, later) in enumerate(turns):
         part = x[piece]
@@ -352,18 +348,13 @@ def _in_turns(
                 part += each[piece]
             if not (unit or kernels.finite(t[rows, columns].diagonal())):
                 part[...] = np.nan  # which a pivot that is infinite would hide
-            elif loops:
-                few.substitute(t, rows, columns, part, lower=lower, unit=unit)
             else:
                 kernels.substitute(t[rows, columns], part, lower=lower, unit=unit)
             steps.made(2 * p + 2)
         if columns.start < columns.stop:
             steps.wait((root,), 2 * p + 2)
             for at in later:
-                if loops and at.start < at.stop:
-                    few.subtract(mine[at], t, at, columns, part)
-                else:
-                    kernels.subtract(mine[at], t[at, columns], part)
+                kernels.subtract(mine[at], t[at, columns], part)
                 steps.made(2 * p + 3)
         else:
             steps.made(2 * p + 3)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, halves
-from parlinalg.backend.blas import add_product, added, product
+from parlinalg.backend.blas import add_product, added
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.skinny import product
 from parlinalg.plan import Plan
 
 Block = Any

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg.backend import blas, compiled
+from parlinalg.backend import blas
 
 pytestmark = pytest.mark.serial
 
@@ -350,45 +350,3 @@ def test_of_a_hermitian_matrix_the_lower_triangle_is_read(dtype, loops, tune, mo
         want = y + (rest + np.tril(rest, -1).conj().T) @ x
         blas.add_hermitian(y, lower + np.triu(np.full((n, n), 5, dtype), 1), top, x)
         np.testing.assert_array_equal(y, want)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("rows", [33, 64, 71])
-@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
-def test_long_rows_meet_a_vector_in_a_loop(dtype, rows, given, tune, monkeypatch):
-    if blas.blas_threads() is None or not compiled.available():
-        pytest.skip("cannot be had here: numba, and a NumPy with an OpenBLAS of its own")
-    tune(COMPILED_SIZE=1, GEMV_STRIP=50, GEMV_ROW=50)
-    monkeypatch.setattr(blas, "blas_threads", lambda: 1)
-    rng = np.random.default_rng(3)
-    x, both = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((rows, 51), (51, 2)))
-    want = x @ both
-    monkeypatch.setattr(np, "matmul", None)
-    for column in range(2):  # of another matrix, so that its elements do not lie together
-        out = np.full((rows, 1), np.nan, dtype) if given else None
-        y = blas.product(x, both[:, column : column + 1], out)
-        assert (y is out) == given
-        np.testing.assert_array_equal(y, want[:, column : column + 1])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
-@pytest.mark.parametrize("rows", [33, 64, 67])
-@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
-def test_long_rows_meet_a_vector_a_few_at_a_time(dtype, rows, given, tune, monkeypatch):
-    if blas.blas_threads() is None:
-        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
-    tune(GEMV_STRIP=8 * 50 * np.dtype(dtype).itemsize, GEMV_ROW=50 * np.dtype(dtype).itemsize)
-    rng, matmul, calls = np.random.default_rng(3), np.matmul, []
-    x, w = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((rows, 50), (50, 1)))
-    monkeypatch.setattr(np, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k))
-    for threads in (1, 2):
-        monkeypatch.setattr(blas, "blas_threads", lambda threads=threads: threads)
-        out = np.full((rows, 1), np.nan, dtype) if given else None
-        y = blas.product(x, w, out)
-        assert (y is out) == given
-        np.testing.assert_array_equal(y, matmul(x, w))
-        np.testing.assert_array_equal(blas.product(x[:, ::2], w[::2]), matmul(x[:, ::2], w[::2]))
-    few = 32  # too few rows for strips
-    np.testing.assert_array_equal(blas.product(x[:few], w), matmul(x[:few], w))
-    strips = [8] * (rows // 8) + [rows % 8] * bool(rows % 8)
-    assert calls == [*strips, rows, rows, rows, few]

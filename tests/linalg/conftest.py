@@ -7,8 +7,9 @@ from zlib import crc32
 import pytest
 
 from parlinalg import tunables
+from parlinalg.backend import skinny
 from parlinalg.grid import Grid
-from parlinalg.linalg import blocks, tiles
+from parlinalg.linalg import blocks, kernels, tiles
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def ways(request, monkeypatch):
 
     Of a test of several grids it is the one of two axes that deals rows, and the one of one axis that does not.
     Of the ranks of a node all, two or one factor matrices and make them tridiagonal.  In half the tests compiled
-    loops, where there are some, compute on small blocks too.
+    loops, where there are some, compute on small blocks too; in half one rank does what it does with large matrices.
     """
     if request.node.get_closest_marker("serial"):
         return
@@ -32,3 +33,6 @@ def ways(request, monkeypatch):
         monkeypatch.setattr(tiles, "SMALL", 1)
     if number & 16:
         monkeypatch.setattr(tunables, "COMPILED_SIZE", 1)
+        monkeypatch.setattr(skinny, "LEAST", 1)
+    if number & 32:
+        monkeypatch.setattr(kernels, "LARGE", 1)

@@ -179,6 +179,42 @@ def test_residuals_of_recurrences_that_drift(grid):
                 assert (left <= 1.1 * rtol) == (info == 0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_minres_that_begins_anew_has_rotations_of_its_own(grid, dtype):
+    """Those of the steps before it, here with two products that are too long, belong to another first vector."""
+    n, rtol = 12, 1e-4
+    q, b = np.linalg.qr(random(n, n, dtype=dtype))[0], random(n, dtype=dtype, seed=3)
+    for values in ((-2.0, 1.0), (2.0, -1.0), (1.0, 3.0)):
+        a = ((q * np.repeat(values, n // 2)) @ q.conj().T).astype(dtype)
+        A, products, steps = placed(grid, a, 1), [], []
+
+        def times(x, A=A, products=products):
+            products.append(x)
+            return A @ x * (1.01 if len(products) <= 2 else 1.0)
+
+        x, info = minres(times, placed(grid, b, 2), rtol=rtol, callback=steps.append)
+        assert info == 0
+        assert len(steps) == 4  # two from zero, and two from the residual that is left
+        assert np.linalg.norm(b - a @ x.gather()) <= 1.01 * rtol * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_residuals_of_ill_conditioned_systems(grid, dtype):
+    """What is called solved has the residual that was asked for, but for what rounding x makes of it."""
+    n, rtol = 28, 1e-7
+    for seed in range(6):
+        q = np.linalg.qr(random(n, n, dtype=dtype, seed=seed))[0]
+        b, signs = random(n, dtype=dtype, seed=seed + 50), np.where(random(n, seed=seed) > 0, 1, -1)
+        for function, size, indefinite, more in (
+            (minres, 3e6, False, {}), (minres, 3e6, True, {}), (cg, 3e4, False, {"pipelined": True}),
+        ):  # fmt: skip
+            a = (q * np.geomspace(1 / size, 1, n) * (signs if indefinite else 1)) @ q.conj().T
+            x, info = function(placed(grid, a, 1), placed(grid, b, 1), rtol=rtol, maxiter=2000, **more)
+            assert info == 0
+            left, rounded = np.linalg.norm(b - a @ x.gather()), 1e-14 * np.linalg.norm(x.gather())
+            assert left <= 1.05 * rtol * np.linalg.norm(b) + rounded
+
+
 def test_first_guesses_beside_which_nothing_is_left_of_the_right_hand_side(grid):
     n = 5
     a, b = np.diag(np.linspace(1, 2, n)), np.arange(1.0, n + 1)
@@ -406,6 +442,18 @@ def test_equal_eigenvalues_and_invariant_spaces(grid):
     a = np.diag([5.0] * 3 + [1.0] * (n - 3))
     close(eigsh(placed(grid, a, 1), 5)[0], np.array([1, 1, 5, 5, 5.0]), 1e-12)
     close(eigsh(placed(grid, a * 0, 1), 2)[0], np.zeros(2), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_eigenvalues_that_are_zero(grid, dtype):
+    """They are found as accurately as rounding lets them be, which is beside the largest."""
+    for n, k, ncv in ((8, 2, 5), (25, 3, 8), (25, 1, None), (40, 3, None)):
+        q, w = np.linalg.qr(random(n, n, dtype=dtype, seed=n))[0], np.r_[0, np.linspace(0.1, 1, n - 1)]
+        a = placed(grid, ((q * w) @ q.conj().T).astype(dtype), 1)
+        for which in ("SM", "SA"):
+            values, x = eigsh(a, k, which=which, ncv=ncv)
+            assert np.abs(values.gather() - w[:k]).max() <= 100 * np.finfo(dtype).eps
+            assert float(pla.max(abs(a @ x - x * values))) <= 100 * np.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
