@@ -43,7 +43,7 @@ def product(x: Any, w: Any, out: Any = None) -> Any:
         for start in range(0, len(x), rows):
             np.matmul(x[start : start + rows], w, out=y[start : start + rows])
         return y
-    if x.ndim == w.ndim == 2 and w.shape[1] > 1 and _ready(x, w) and x.size >= LEAST and blas_threads() == 1:
+    if x.ndim == w.ndim == 2 and w.shape[1] > 1 and _worth_it(x, w) and blas_threads() == 1:
         y = np.empty((len(x), w.shape[1]), x.dtype) if out is None else out
         y[...] = 0
         if added(y, x, w):
@@ -53,11 +53,9 @@ def product(x: Any, w: Any, out: Any = None) -> Any:
 
 def added(y: Any, x: Any, w: Any, scale: float = 1) -> bool:
     """Add `scale * (x @ w)` to y if w has few columns and a loop is the faster way; return True if it did."""
-    if not _ready(x, w) or x.size < LEAST or len(x) < ROWS or y.dtype != x.dtype:
+    if not _worth_it(x, w) or y.dtype != x.dtype or not _in_rows(y):
         return False
-    if x.shape[1] != len(w) or y.shape != (len(x), w.shape[1]):  # BLAS tells
-        return False
-    if not all(map(_in_rows, (y, x, w))):
+    if x.shape[1] != len(w) or y.shape != (len(x), w.shape[1]):  # NumPy raises the error
         return False
     _add_product(y, x, w, scale)
     return True
@@ -68,16 +66,19 @@ def substituted(t: Any, b: Any, *, lower: bool, unit: bool) -> bool:
 
     t is a triangle, whose diagonal is taken to be ones if `unit`; the other triangle is not read.
     """
-    if not _ready(t, b) or t.shape != (len(b), len(b)):
-        return False
-    if not (_in_rows(t) and _in_rows(b)):
+    if not _ready(t, b) or t.shape != (len(b), len(b)) or not (_in_rows(t) and _in_rows(b)):
         return False
     _substitute(t, b, lower, unit)
     return True
 
 
+def _worth_it(x: Any, w: Any) -> bool:
+    """Return True if a loop is the faster way to multiply a matrix by one with few columns."""
+    return _ready(x, w) and x.size >= LEAST and len(x) >= ROWS and _in_rows(x) and _in_rows(w)
+
+
 def _ready(a: Any, x: Any) -> bool:
-    """Return True if loops can multiply a matrix with these columns, and are the faster way."""
+    """Return True if loops take a matrix with these columns, and are faster than BLAS with its threads."""
     if not (0 < x.shape[-1] <= COLUMNS and compiled.ready(a, x)):
         return False
     threads = blas_threads()

@@ -23,7 +23,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, cho_factor, cholesky, tall_qr
+from parlinalg.linalg.factors import QRFactor, by_rows, cho_factor, cholesky, tall_qr
 from parlinalg.linalg.matrices import (
     ODD,
     LinAlgError,
@@ -293,10 +293,12 @@ def _on_one_rank(x: DistArray, full_matrices: bool) -> SVDResult | None:
     Of a matrix of many more rows than columns, or columns than rows, those of R of its QR factorization.
     """
     (m, n), layout = x.shape, x.layout.with_partial(())
+    if x.grid.backend.cpu and (full_matrices or not _worth_qr(x)):
+        return None
     if m < n:
         found = _on_one_rank(x.mT.conj(), full_matrices)
         return None if found is None else _turned(found, layout)
-    if not full_matrices and _worth_qr(x) and (q := tall_qr(x)) is not None:
+    if not full_matrices and (q := tall_qr(x)) is not None:
         if n <= tunables.HOST_SVD:
             u, s, vh = batches("svd", lambda xp, a: tuple(kernels.small_svd(a)), svd, q.R)
         else:
@@ -308,8 +310,11 @@ def _on_one_rank(x: DistArray, full_matrices: bool) -> SVDResult | None:
 
 
 def _worth_qr(x: DistArray) -> bool:
-    """Return True if a matrix on one rank is large enough to be factored by QR first, if it is tall."""
-    return not x.grid.backend.cpu or x.size * x.dtype.itemsize >= kernels.LARGE
+    """Return True if a matrix on one rank may be factored by QR first: on the host a large one that is long or wide."""
+    if not x.grid.backend.cpu:
+        return True
+    tall = x if x.shape[0] >= x.shape[1] else x.mT
+    return x.size * x.dtype.itemsize >= kernels.LARGE and by_rows(tall) is not None
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:

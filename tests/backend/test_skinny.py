@@ -104,7 +104,11 @@ def test_shapes_that_do_not_match_are_left_to_numpy(used):
     for y, left, right in ((np.ones((20, 3)), a, x), (np.ones((19, 4)), a, x), (np.ones((20, 4)), a, x[:29])):
         assert not skinny.added(y, left, right)
         np.testing.assert_array_equal(y, 1)
+    y = np.ones((20, 4), order="F")  # whose rows do not lie together
+    assert not skinny.added(y, a, x)
+    np.testing.assert_array_equal(y, 1)
     assert not skinny.substituted(np.eye(30), np.ones((29, 4)), lower=True, unit=False)
+    assert not skinny.substituted(np.eye(30), np.ones((30, 4), order="F"), lower=True, unit=False)
     with pytest.raises(ValueError, match="mismatch"):
         skinny.product(a, x[:29])
     with pytest.raises(ValueError, match="mismatch"):
