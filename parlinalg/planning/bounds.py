@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Moment
 from parlinalg.planning.candidates import Candidate, offload_sets
@@ -125,14 +124,14 @@ class Bounds:
         Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
         does.  A rank waits for what comes and goes beside its passes.
         """
-        own, messages = [[0]], 0
+        own, message = [[0]], 0
         moments: Sequence[Sequence[Moment]] = [[Moment(0, op, (1,), (0,)) for op in (Op.FORWARD, Op.BACKWARD)]]
         schedule, cuts = self._pipeline(c)
         if schedule is not None:
             own = [[k.stage for k in chunks] for chunks in schedule.chunks]
             moments = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).moments
             parts = self.model.layers_of_one_copy(c)
-            messages = AHEAD * max(parts[b - 1].message for _, b in cuts)
+            message = min(parts[b - 1].message for _, b in cuts[:-1])
         stages = self.floors(c)
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
@@ -144,8 +143,8 @@ class Bounds:
             buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, map(max, made), strict=True)]
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
-            need = messages + max(
-                here + _activations(of_rank, *([each[s] for s in held] for each in (kept, pending, buffers)))
+            need = max(
+                here + _activations(of_rank, message, *([each[s] for s in held] for each in (kept, pending, buffers)))
                 for here, of_rank, held in zip(rest, moments, own, strict=True)
             )  # fmt: skip
             least = min(least, need)
@@ -212,8 +211,8 @@ class Bounds:
         come and go may be among what it needs.
         """
         terms = stage.rest.gradients if self.model.settles(c) else 0
-        few = {*kinds} - {"optimizer", "activations"}  # tiles are small
-        last = stage.transient + in_transit(few, stage.rest.weights, terms, 0, 0, 0, stage.largest)
+        few = {*kinds} - {"optimizer"}  # tiles are small
+        last = stage.transient + in_transit(few, stage.rest.weights, terms, 0, stage.largest)
         return max(last, away[1] - gradients) if "activations" in kinds else last
 
     def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
@@ -313,17 +312,19 @@ def _more_than_once(tied: Sequence[Sequence[int]]) -> int:
 
 
 def _activations(
-    moments: Sequence[Moment], kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int]
+    moments: Sequence[Moment], message: int, kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int]
 ) -> int:  # fmt: skip
     """Return the bytes that a pipeline rank cannot be below beside what is at rest, by those of its chunks.
 
     What a chunk needs while it computes may be needed in its forward passes or in its backward ones.
     """
-    found = [max((int(m.nbytes(kept, pending)) for m in moments), default=0)]
+
+    def held(m: Moment) -> int:
+        return int(m.ahead * message + m.nbytes(kept, pending))
+
+    found = [max(map(held, moments), default=0)]
     for chunk, nbytes in enumerate(buffers):
-        passes = [
-            [m.nbytes(kept, pending) for m in moments if m[:2] == (chunk, op)] for op in (Op.FORWARD, Op.BACKWARD)
-        ]
+        passes = [[held(m) for m in moments if m[:2] == (chunk, op)] for op in (Op.FORWARD, Op.BACKWARD)]
         if all(passes):  # a replica of Chimera's may get no microbatch
             found.append(int(min(map(max, passes))) + nbytes)
     return max(found)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,7 +59,7 @@ from parlinalg.train.recipes import (
 )
 from parlinalg.units import parse_bytes
 
-Bytes = TypeVar("Bytes", int, float)
+QUEUE = parse_bytes(WINDOW)
 SPANS = ("forward", "backward", "update")
 """The spans of a part in which what is offloaded comes and goes."""
 ASSUMED = WhatIf(finite=True, norm=1.0)
@@ -244,6 +244,7 @@ class Part:
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    queue: tuple[int, int] = (0, 0)
     _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -309,10 +310,9 @@ class Part:
         terms = held if self.settled else 0
         if "activations" in places and self.left is not None:
             kept, pending, transient, late = self.left
-        away = 0 if device else self.away  # a device's copies are waited for, the host's memory has the queues
-        moving = in_transit(places, weights, terms, states, away, self.array, self.largest)
+        moving = in_transit(places, weights, terms, states, self.largest)
         transient, late = transient + moving, Late(*(n + moving for n in late))
-        rest, each = Counter[str](), Counter[str]()
+        rest, each, queue = Counter[str](), Counter[str](), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
         for (span, kind), (come, go) in offload_moves(places, weights, terms, states, self.away).items():
             to_disk = places[kind] == "disk"
@@ -324,6 +324,7 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
+            queue = (0, 0) if device else (self.away, self.array)  # a device's copies are waited for
         if (place := places.get("parameters")) is not None:
             rest[place] += weights + terms
             weights, held = 0, held - terms
@@ -342,6 +343,7 @@ class Part:
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
             gradients=held, states=states, kept=kept, pending=pending, late=late,
             peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
+            queue=queue,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
             made._spans[span, ()] = self._span(span, copies.get(span, ()))
@@ -365,27 +367,26 @@ def offload_moves(
     return {(span, kind): moved for kind in kinds for span, moved in moves[kind].items()}
 
 
-def in_transit(
-    kinds: Collection[str], weights: int, terms: int, states: int, away: int, array: int, largest: int
-) -> int:  # fmt: skip
-    """Return the bytes of what is offloaded that are in memory at once, as they come or go, beside what stays there."""
+def in_transit(kinds: Collection[str], weights: int, terms: int, states: int, largest: int) -> int:
+    """Return the bytes of values, gradients and states that come or go at once, beside what stays in memory."""
     alone = 0 if "parameters" in kinds else terms
     tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
     least = {
-        "optimizer": min(states, tiles), "activations": queued(away, array),
-        "parameters": min(weights + terms, 3 * largest), "gradients": min(alone, 2 * largest),
+        "optimizer": min(states, tiles), "parameters": min(weights + terms, 3 * largest),
+        "gradients": min(alone, 2 * largest),
     }  # fmt: skip
-    return sum(least[kind] for kind in kinds)
+    return sum(least[kind] for kind in kinds if kind != "activations")
 
 
-def queued(away: Bytes, array: Bytes) -> Bytes:
+def queued(away: float, array: float, others: float = 0) -> int:
     """Return the most bytes of offloaded activations that wait for a disk, or came from it ahead of their use.
 
-    So many are away of a microbatch, and in the largest array.  The arrays that wait to be written have at most
-    `WINDOW` bytes, or are one array.  Those read ahead have at most so many before the last of them.  These come in the
-    reverse order, so that after a forward pass they are those that are still waiting to be written.
+    So many are away of the microbatch that is computed, in the largest array, and of other microbatches.  The arrays
+    that wait to be written have at most `QUEUE` bytes, or are one array.  Those read ahead have at most so many before
+    the last of them; they come in the reverse order, so that of this microbatch those that wait to be written are the
+    first of them.
     """
-    return min(away, parse_bytes(WINDOW) + array)
+    return round(min(away, QUEUE + array) + min(others, max(QUEUE, array)))
 
 
 class NoDisk(ProbeStore):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from parlinalg.parallel.gatherer import dropped
-from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Op, Schedule
-from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
+from parlinalg.pipeline.simulate import Costs, Dependencies, Moment, SharedCores
 from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.parts import Between, Part, queued
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
@@ -196,7 +196,8 @@ class Predictor:
         before = c.microbatches - 1
         seconds = before * (one["forward"] + one["backward"]) + one["end"]
         times = [(before, one, "pass"), (1, one, "end")]
-        memory = _memory(*(round(one[k]) for k in (*RESTS, "kept", "transient")))
+        transient = one["transient"] + queued(one["away"], one["array"])
+        memory = _memory(*(round(one[k]) for k in (*RESTS, "kept")), round(transient))
         away = {p: round(one[p] + one[f"{p} kept"]) for p in self.model.homes}
         held = Held(memory=memory, traced=False, **away)
         return self._planned(c, seconds, held, _moved_in_step(times), 0.0, _shares(_causes(times), seconds))
@@ -311,8 +312,6 @@ class Predictor:
             return made
         there = self.model.offloading(part, c)
         made |= self._bytes(there)
-        if "activations" in dict(c.offload) and self.model.target != "gpu":
-            made["away"], made["array"] = part.away, part.array
         for span, group in (("forward", "pass"), ("backward", "pass"), ("update", "update")):
             for cause, nbytes in there.moves[span].items():
                 if not nbytes:
@@ -360,6 +359,7 @@ class Predictor:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
         made |= zip(LATE.values(), part.late, strict=True)
+        made["away"], made["array"] = part.queue
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
             made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
@@ -377,7 +377,8 @@ class Predictor:
     def _held(self, c: Candidate, spec: MeshSpec, parts: Sequence[Part]) -> Held:
         if spec.schedule is None:
             (part,) = parts
-            memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
+            transient = part.transient + queued(*part.queue)
+            memory = _memory(part.weights, part.gradients, part.states, part.kept, transient)
             host, disk = (part.elsewhere[p] + part.elsewhere_kept[p] for p in ("host", "disk"))
             return Held(memory=memory, host=host, disk=disk)
         schedule = spec.schedule
@@ -441,16 +442,16 @@ class Predictor:
         """
         memory: dict[str, int] = {}
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
-        messages = AHEAD * max(f["message"] for own in held for f in own)
+        message = max(f["message"] for own in held for f in own)
         for r, own in enumerate(held):
             weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
             late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
-            beside = [{op: f[name if late else "transient"] for op, name in LATE.items()} for f in own]
+            beside = partial(_passing, own, message, late)
             kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
-            here = _memory(weights, gradients, states, round(kept), round(messages + transient))
+            here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
                 each = [f[f"{p} kept"] for f in own]  # until the gradients of weights are computed
-                there = sum(f[p] for f in own) + flight.most(r, each, each, [dict.fromkeys(LATE, 0.0)] * len(own))[0]
+                there = sum(f[p] for f in own) + flight.most(r, each, each, lambda _: 0.0)[0]
                 away[p] = max(away[p], round(there))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
@@ -508,22 +509,35 @@ class _InFlight(NamedTuple):
     rounds: float = 0.0
 
     def most(
-        self, rank: int, kept: Sequence[float], pending: Sequence[float], transient: Sequence[Mapping[Op, float]]
+        self, rank: int, kept: Sequence[float], pending: Sequence[float], beside: Callable[[Moment], float]
     ) -> tuple[float, float]:  # fmt: skip
         """Return the bytes of activations, and those that pass while a chunk computes, at a rank's fullest moment.
 
-        Those of one microbatch are given, by the chunks of the rank: kept between its passes, pending as of a `Part`,
-        and transient in its computations.
+        Those of one microbatch are given, by the chunks of the rank: kept between its passes, and pending as of a
+        `Part`; and what passes at a moment.
         """
 
         def at(graph: Dependencies) -> tuple[float, float]:
-            found = [(m.nbytes(kept, pending), transient[m.chunk][m.op]) for m in graph.moments[rank]]
+            found = [(m.nbytes(kept, pending), beside(m)) for m in graph.moments[rank]]
             return max(found, key=sum, default=(0.0, 0.0))
 
-        held, beside = at(self.graph)
+        held, passing = at(self.graph)
         if self.fewer is not None:
-            held += self.rounds * (held - at(self.fewer)[0])
-        return held, beside
+            before = at(self.fewer)
+            held, passing = held + self.rounds * (held - before[0]), passing + self.rounds * (passing - before[1])
+        return held, passing
+
+
+def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) -> float:
+    """Return the bytes that pass at a moment of a rank with these stages, beside what it keeps.
+
+    Messages have so many bytes; `late` says whether gradients of weights come later.
+    """
+    own = figures[m.chunk]
+    away = [f["away"] for f in figures]
+    others = m.nbytes(away, away) - own["away"]
+    queue = queued(own["away"], max(f["array"] for f in figures), others)
+    return m.ahead * message + own[LATE[m.op] if late else "transient"] + queue
 
 
 def _simulated(
@@ -560,8 +574,7 @@ def _simulated(
 def _total(figures: Sequence[Figures]) -> Figures:
     """Return the figures of layers one after the other.
 
-    When a layer goes back, those behind it keep nothing any more, or what is pending.  Of all layers' offloaded
-    activations some are queued for a disk at once.
+    When a layer goes back, those behind it keep nothing any more, or what is pending.
     """
     made: Figures = {}
     for figure in figures:
@@ -574,7 +587,7 @@ def _total(figures: Sequence[Figures]) -> Figures:
         ("transient", "kept", None), ("late forward", "kept", None), ("late inputs", "kept", "pending"),
         ("late weights", "pending", None),
     ):  # fmt: skip
-        made[name] = _beside(figures, name, held, passed) + queued(made.get("away", 0.0), made.get("array", 0.0))
+        made[name] = _beside(figures, name, held, passed)
     for name in ("message", "message words"):
         made[name] = figures[-1][name] if figures else 0.0
     return made
@@ -587,8 +600,7 @@ def _beside(figures: Sequence[Figures], transient: str, held: str, passed: str |
     """
     most = behind = 0.0
     for figure in reversed(figures):
-        own = queued(figure.get("away", 0.0), figure.get("array", 0.0))
-        most = max(most, behind + figure[transient] - own)
+        most = max(most, behind + figure[transient])
         behind += (0.0 if passed is None else figure[passed]) - figure[held]
     return most
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
@@ -27,8 +28,7 @@ from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe
 from parlinalg.offload.stores import OffloadedBytes
 from parlinalg.optim import Muon
-from parlinalg.pipeline.run import AHEAD
-from parlinalg.pipeline.schedule import FLUSHED
+from parlinalg.pipeline.schedule import AHEAD, FLUSHED
 from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
@@ -829,7 +829,7 @@ def test_messages_and_tiles_on_their_way_are_memory():
     assert found.memory["buffers"] == AHEAD * parts[0].message + parts[found.stage].transient
     assert parts[0].message > 0
     states, weights = 100 * MOST_TILE, 50 * MOST_TILE
-    tiles = in_transit(["optimizer"], weights, 0, states, 0, 0, 0)
+    tiles = in_transit(["optimizer"], weights, 0, states, 0)
     assert tiles == (BUFFERS + 1) * MOST_TILE * 3 // 2  # of states, and of the values that they change
 
 
@@ -980,14 +980,15 @@ class SlowDisk(NoDisk):
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
-        self.waiting: list[OffloadedBytes] = []
+        self.waiting: list[weakref.ref[OffloadedBytes]] = []
 
     def put(self, raw: Any) -> OffloadedBytes:
         away = super().put(raw)
         away.hold = raw
-        self.waiting.append(away)
-        while sum(each.nbytes for each in self.waiting) > max(parse_bytes(WINDOW), away.nbytes):
-            self.waiting.pop(0).hold = None
+        self.waiting.append(weakref.ref(away))
+        while sum(each.nbytes for ref in self.waiting if (each := ref())) > max(parse_bytes(WINDOW), away.nbytes):
+            if (each := self.waiting.pop(0)()) is not None:
+                each.hold = None
         return away
 
     def soon(self, away: OffloadedBytes) -> None:
