@@ -10,7 +10,7 @@ from typing import NamedTuple
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Moment
 from parlinalg.planning.candidates import Candidate, offload_sets
-from parlinalg.planning.parts import SPANS, Part, in_transit, offload_moves
+from parlinalg.planning.parts import SMALL, SPANS, Part, offload_moves
 from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
 
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
@@ -23,9 +23,12 @@ class Floor(NamedTuple):
     ----------
     rest : Rest
     kept, ends : int
-        Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded.
-    transient, largest : int
+        Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded by a
+        rank that has others.
+    transient : int
         As of `Part`.
+    small : int
+        More bytes than there are of values too small to be offloaded.
     forward, backward : float
         Seconds of a pass.
     pending, made : int
@@ -38,7 +41,7 @@ class Floor(NamedTuple):
     kept: int
     ends: int
     transient: int
-    largest: int
+    small: int
     forward: float
     backward: float
     pending: int
@@ -133,23 +136,26 @@ class Bounds:
             parts = self.model.layers_of_one_copy(c)
             message = min(parts[b - 1].message for _, b in cuts[:-1])
         stages = self.floors(c)
+        inner = [b - a > (a == 0) + (b == self.model.depth) for a, b in cuts]
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
             away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
             left = [self._left(c, stage.rest, kinds) for stage in stages]
-            kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
+            kept = [[stages[s].kept for s in held] for held in own]
+            if "activations" in kinds:
+                kept = [[stages[s].ends * any(inner[t] for t in held) for s in held] for held in own]
             pending = [stage.made if "activations" in kinds else stage.pending for stage in stages]
             made = [[sum(left[t].gradients for t in held) for held in own if s in held] for s in range(len(stages))]
-            buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, map(max, made), strict=True)]
+            buffers = [self._buffers(kinds, *each) for each in zip(stages, away, map(max, made), strict=True)]
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
             need = max(
-                here + _activations(of_rank, message, *([each[s] for s in held] for each in (kept, pending, buffers)))
-                for here, of_rank, held in zip(rest, moments, own, strict=True)
+                here + _activations(of_rank, message, stay, *([each[s] for s in held] for each in (pending, buffers)))
+                for here, of_rank, stay, held in zip(rest, moments, kept, own, strict=True)
             )  # fmt: skip
             least = min(least, need)
             if need <= memory:
-                copies = [self._copies(c, kinds, stage.rest, n) for stage, (n, _) in zip(stages, away, strict=True)]
+                copies = [self._copies(c, kinds, stage, n) for stage, (n, _) in zip(stages, away, strict=True)]
                 seconds = min(seconds, self._least_seconds(c, stages, copies))
             if not kinds and seconds < math.inf:  # it fits
                 break
@@ -192,7 +198,7 @@ class Bounds:
                     Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
                     sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
                     max(0, int(last.transient - ratio * sum(part.weights for part in own))),
-                    max(part.largest for part in every[a:b]) // share.weights,
+                    SMALL * sum(part.count for part in own),
                     sum(model.seconds(part, "forward", quick=True) for part in own),
                     sum(model.seconds(part, "backward", quick=True) for part in own),
                     sum(later[a:b]), sum(made[a:b]),
@@ -201,24 +207,21 @@ class Bounds:
             )  # fmt: skip
         return found
 
-    def _buffers(
-        self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int], gradients: int
-    ) -> int:  # fmt: skip
+    def _buffers(self, kinds: Collection[str], stage: Floor, away: tuple[int, int], gradients: int) -> int:
         """Return the bytes of a stage that are neither at rest nor kept, at the least.
 
         Of offloaded activations none need be in memory but those in use, which are in what a block needs.  While it
-        computes, the `gradients` that rest on the rank may not have their memory yet, and values and gradients that
-        come and go may be among what it needs.
+        computes, the `gradients` that rest on the rank may not have their memory yet.  Values, gradients and states
+        that come and go may be among what it needs.
         """
-        terms = stage.rest.gradients if self.model.settles(c) else 0
-        few = {*kinds} - {"optimizer"}  # tiles are small
-        last = stage.transient + in_transit(few, stage.rest.weights, terms, 0, stage.largest)
-        return max(last, away[1] - gradients) if "activations" in kinds else last
+        return max(stage.transient, away[1] - gradients) if "activations" in kinds else stage.transient
 
-    def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
+    def _copies(self, c: Candidate, kinds: Collection[str], stage: Floor, away: int) -> Copies:
         """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
-        model = self.model
-        moves = offload_moves(kinds, rest.weights, rest.gradients if model.settles(c) else 0, rest.states, away)
+        model, rest = self.model, stage.rest
+        share = max(0.0, 1 - stage.small / max(1, rest.weights))
+        terms = int(share * rest.gradients) if model.settles(c) else 0
+        moves = offload_moves(kinds, int(share * rest.weights), terms, rest.states, away)
         host, disk, places = model.machine.host, model.machine.disk, dict(c.offload)
 
         def seconds(come: int, go: int, place: str) -> float:

@@ -32,10 +32,12 @@ from parlinalg.nn import Module, ModuleList
 from parlinalg.nn.added_losses import added_losses
 from parlinalg.nn.layer import Layer, layers_of
 from parlinalg.offload.activations import WINDOW
+from parlinalg.offload.parameters import LEAST
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe, ProbeStore
 from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
+from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
@@ -60,6 +62,7 @@ from parlinalg.train.recipes import (
 from parlinalg.units import parse_bytes
 
 QUEUE = parse_bytes(WINDOW)
+SMALL = parse_bytes(LEAST)
 SPANS = ("forward", "backward", "update")
 """The spans of a part in which what is offloaded comes and goes."""
 ASSUMED = WhatIf(finite=True, norm=1.0)
@@ -203,8 +206,10 @@ class Part:
     left : Left or None
         What stays then, by a pass that offloads them, to a store that brings back no array before it is in use; None
         if there are no blocks.
-    largest : int
-        Bytes of the largest block of a parameter.
+    largest, small : int
+        Bytes of the largest block of a parameter, and of those that are too small to be offloaded.
+    count : int
+        The number of parameters.
     recorded : int
         Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
     summed : int
@@ -220,6 +225,10 @@ class Part:
         Bytes by place, "host" and "disk": at rest and of a microbatch.
     moves : dict of str to dict of str to int
         By span, "forward", "backward" and "update", the bytes that come and go, by the kernel of `machine.OFFLOADS`.
+    queue : tuple of two ints
+        `away` and `array`, if they wait for a disk in this memory.
+    tiled : tuple of two ints
+        Bytes of the states that come and go in tiles, and of those tiles that a rank has room for in this memory.
     """
 
     trace: Trace
@@ -234,6 +243,8 @@ class Part:
     away: int = 0
     array: int = 0
     largest: int = 0
+    small: int = 0
+    count: int = 0
     recorded: int = 0
     settled: bool = True
     summed: int = 0
@@ -245,6 +256,7 @@ class Part:
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     queue: tuple[int, int] = (0, 0)
+    tiled: tuple[int, int] = (0, 0)
     _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -307,27 +319,29 @@ class Part:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
         kept, pending, late = self.kept, self.pending, self.late
-        terms = held if self.settled else 0
+        values = weights - self.small
+        terms = round(held * values / max(1, weights)) if self.settled else 0
         if "activations" in places and self.left is not None:
             kept, pending, transient, late = self.left
-        moving = in_transit(places, weights, terms, states, self.largest)
+        moving = in_transit(places, values, terms, self.largest)
         transient, late = transient + moving, Late(*(n + moving for n in late))
-        rest, each, queue = Counter[str](), Counter[str](), (0, 0)
+        rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
-        for (span, kind), (come, go) in offload_moves(places, weights, terms, states, self.away).items():
+        for (span, kind), (come, go) in offload_moves(places, values, terms, states, self.away).items():
             to_disk = places[kind] == "disk"
             go += self.recorded if kind == "optimizer" and to_disk else 0
             moves[span] += Counter({HOST_COPY: come + go} if device else {})
             moves[span] += Counter({DISK_READ: come, DISK_WRITE: go} if to_disk else {})
         if (place := places.get("optimizer")) is not None:
             rest[place] += 2 * (states + self.recorded) if place == "disk" else states  # a file has two for each tile
+            tiled = states, MOST_TILE if device else host_tiles(states, weights)
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
             queue = (0, 0) if device else (self.away, self.array)  # a device's copies are waited for
         if (place := places.get("parameters")) is not None:
-            rest[place] += weights + terms
-            weights, held = 0, held - terms
+            rest[place] += values + terms
+            weights, held = weights - values, held - terms
         elif (place := places.get("gradients")) is not None:
             rest[place] += terms
             held -= terms
@@ -343,7 +357,7 @@ class Part:
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
             gradients=held, states=states, kept=kept, pending=pending, late=late,
             peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
-            queue=queue,
+            queue=queue, tiled=tiled,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
             made._spans[span, ()] = self._span(span, copies.get(span, ()))
@@ -367,15 +381,18 @@ def offload_moves(
     return {(span, kind): moved for kind in kinds for span, moved in moves[kind].items()}
 
 
-def in_transit(kinds: Collection[str], weights: int, terms: int, states: int, largest: int) -> int:
-    """Return the bytes of values, gradients and states that come or go at once, beside what stays in memory."""
-    alone = 0 if "parameters" in kinds else terms
-    tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
-    least = {
-        "optimizer": min(states, tiles), "parameters": min(weights + terms, 3 * largest),
-        "gradients": min(alone, 2 * largest),
-    }  # fmt: skip
-    return sum(least[kind] for kind in kinds if kind != "activations")
+def in_transit(kinds: Collection[str], weights: int, terms: int, largest: int) -> int:
+    """Return the bytes of values and gradients that come or go at once at the most, beside what stays.
+
+    A product takes its values, and a gradient is added to the one that rests elsewhere.
+    """
+    most = {"parameters": min(weights + terms, 2 * largest), "gradients": min(terms, largest)}
+    return max((most.get(kind, 0) for kind in kinds), default=0)
+
+
+def host_tiles(states: int, weights: int) -> int:
+    """Return the bytes of tiles of states that are read ahead and written behind, with the values that they change."""
+    return (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)
 
 
 def queued(away: float, array: float, others: float = 0) -> int:
@@ -570,8 +587,9 @@ class _Run:
         self.output: Between | None = None
         self.message = self.away = 0
         order = mesh.spec.token_order(inputs.length) if inputs.language else None
-        found = [int(p.storage.nbytes(p.data).value) for p in self.parameters]
-        self.largest = max(found, default=0)
+        found = [(int(p.storage.nbytes(p.data).value), largest(p) < SMALL) for p in self.parameters]
+        self.largest = max((n for n, _ in found), default=0)
+        self.small = sum(n for n, small in found if small)
         self.blocks = [b for b in getattr(model, "blocks", ()) if id(b) in modules]
         self.positions = None if order is None else BatchPositions(order)
 
@@ -610,9 +628,9 @@ class _Run:
         away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
             trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
-            array, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, late,
-            left,
+            array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
+            sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
+            self.first_gathers, late, left,
         )  # fmt: skip
 
     @property

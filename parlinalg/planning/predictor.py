@@ -196,7 +196,7 @@ class Predictor:
         before = c.microbatches - 1
         seconds = before * (one["forward"] + one["backward"]) + one["end"]
         times = [(before, one, "pass"), (1, one, "end")]
-        transient = one["transient"] + queued(one["away"], one["array"])
+        transient = one["transient"] + queued(one["away"], one["array"]) + min(one["tiled"], one["tiles"])
         memory = _memory(*(round(one[k]) for k in (*RESTS, "kept")), round(transient))
         away = {p: round(one[p] + one[f"{p} kept"]) for p in self.model.homes}
         held = Held(memory=memory, traced=False, **away)
@@ -360,6 +360,7 @@ class Predictor:
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
         made |= zip(LATE.values(), part.late, strict=True)
         made["away"], made["array"] = part.queue
+        made["tiled"], made["tiles"] = part.tiled
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
             made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
@@ -377,7 +378,7 @@ class Predictor:
     def _held(self, c: Candidate, spec: MeshSpec, parts: Sequence[Part]) -> Held:
         if spec.schedule is None:
             (part,) = parts
-            transient = part.transient + queued(*part.queue)
+            transient = part.transient + queued(*part.queue) + min(part.tiled)
             memory = _memory(part.weights, part.gradients, part.states, part.kept, transient)
             host, disk = (part.elsewhere[p] + part.elsewhere_kept[p] for p in ("host", "disk"))
             return Held(memory=memory, host=host, disk=disk)
@@ -448,6 +449,7 @@ class Predictor:
             late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
             beside = partial(_passing, own, message, late)
             kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
+            transient += min(sum(f["tiled"] for f in own), max(f["tiles"] for f in own))
             here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
                 each = [f[f"{p} kept"] for f in own]  # until the gradients of weights are computed
@@ -579,7 +581,7 @@ def _total(figures: Sequence[Figures]) -> Figures:
     made: Figures = {}
     for figure in figures:
         for name, value in figure.items():
-            before, once = made.get(name, 0.0), name == "array" or name.startswith("tie ")
+            before, once = made.get(name, 0.0), name in ("array", "tiles") or name.startswith("tie ")
             made[name] = max(before, value) if once else before + value
     for name in RESTS if figures else ():
         made[name] -= _twice(figures, name)

@@ -35,7 +35,7 @@ from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
-from parlinalg.planning.parts import Inputs, NoDisk, in_transit, trace_part
+from parlinalg.planning.parts import Inputs, NoDisk, host_tiles, trace_part
 from parlinalg.planning.predictor import Held, Predictor
 from parlinalg.planning.trace import Gemm, cut
 from parlinalg.planning.traced_model import TracedModel, dependencies
@@ -829,7 +829,7 @@ def test_messages_and_tiles_on_their_way_are_memory():
     assert found.memory["buffers"] == AHEAD * parts[0].message + parts[found.stage].transient
     assert parts[0].message > 0
     states, weights = 100 * MOST_TILE, 50 * MOST_TILE
-    tiles = in_transit(["optimizer"], weights, 0, states, 0)
+    tiles = host_tiles(states, weights)
     assert tiles == (BUFFERS + 1) * MOST_TILE * 3 // 2  # of states, and of the values that they change
 
 
@@ -907,23 +907,32 @@ def _held(program: Callable[[Any], Callable[[], None]], ranks: int, target: str 
 
 
 def _is_planned(peak: int, predictor: Predictor, c: Candidate) -> None:
-    """Check that a plan and an estimate are close to what the program holds, and the bound not above it."""
-    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.03)
-    assert predictor.estimate(c).bytes == pytest.approx(peak, rel=0.1)
+    """Check that a plan and an estimate are close to what the program holds, and the bound not above it.
+
+    Of values and gradients that come and go the plan has as many as may be in use at once.
+    """
+    found = predictor.full(c).bytes
+    largest = max(part.largest for part in predictor.model.stages(c, predictor.model.mesh(c)))
+    goes = not {"parameters", "gradients"}.isdisjoint(dict(c.offload))
+    assert 0.97 * peak <= found <= (1.06 * peak + 2 * largest if goes else 1.03 * peak)
+    assert predictor.estimate(c).bytes == pytest.approx(found, rel=0.1)
     assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
 
 
-@pytest.mark.one_in(3)
+AWAY = [*zip(KINDS), ("optimizer", "activations"), ("optimizer", "activations", "parameters")]
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("kinds", AWAY, ids=str)
 @pytest.mark.parametrize("recompute", [None, "attention", "block"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera"])
-def test_offloaded_activations_of_pipelines_are_held_as_by_the_program(schedule, recompute):
-    """A device has of them those in use: each leaves as it is saved, and comes back when a rule takes it."""
-    away = {"activations": "host"}
-    peak = _held(lambda world: pipeline_step(world, schedule, recompute, offload=away), 2)
+def test_what_pipelines_offload_is_held_as_by_the_program(schedule, recompute, kinds):
+    """Of activations a device has those in use: each leaves as it is saved, and comes back when a rule takes it."""
+    peak = _held(lambda world: pipeline_step(world, schedule, recompute, offload=dict.fromkeys(kinds, "host")), 2)
     model = {"name": "gpt", **DEEP, "recompute": recompute}
     predictor = _predictor(model, 2, batch=32, data={"name": "text", "sequence_length": 64})
     c = _candidate(1, 2, microbatches=8, schedule=schedule)
-    _is_planned(peak, predictor, replace(c, recompute=recompute, offload=_away(["activations"])))
+    _is_planned(peak, predictor, replace(c, recompute=recompute, offload=_away(kinds)))
 
 
 def plain_step(
@@ -957,22 +966,24 @@ PLAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("kinds", AWAY, ids=str)
 @pytest.mark.parametrize("recompute", [None, "block"])
 @pytest.mark.parametrize(("form", "sizes"), PLAIN, ids=str)
-def test_offloaded_activations_are_held_as_by_the_program(form, sizes, recompute):
-    """Whatever the size of the blocks."""
+def test_what_is_offloaded_is_held_as_by_the_program(form, sizes, recompute, kinds):
+    """Whatever the size of the blocks; small parameters stay, and so do values and gradients in ZeRO's buckets."""
     ranks = form.get("data", 1) * form.get("tensor", {"size": 1})["size"]
-    parallel = {key: form[key] for key in ("data", "tensor") if key in form}
-    config = {
-        "parallel": parallel, "zero": form.get("zero", 0), "gradient_accumulation": form.get("microbatches", 1),
-        "offload": {"activations": "host"},
-    }  # fmt: skip
-    peak = _held(lambda world: plain_step(world, config, recompute, **sizes), ranks)
     model = {"name": "gpt", **DEEP, **sizes, "recompute": recompute}
     length = sizes["max_position_embeddings"]
     predictor = _predictor(model, ranks, batch=16, data={"name": "text", "sequence_length": length})
-    _is_planned(peak, predictor, replace(_candidate(**form), recompute=recompute, offload=_away(["activations"])))
+    c = replace(_candidate(**form), recompute=recompute)
+    kinds = tuple(kind for kind in kinds if kind in predictor.model.kinds(c) and (kind != "parameters" or not c.zero))
+    config = {
+        "parallel": {key: form[key] for key in ("data", "tensor") if key in form}, "zero": c.zero,
+        "gradient_accumulation": c.microbatches, "offload": dict.fromkeys(kinds, "host"),
+    }  # fmt: skip
+    peak = _held(lambda world: plain_step(world, config, recompute, **sizes), ranks)
+    _is_planned(peak, predictor, replace(c, offload=_away(kinds)))
 
 
 class SlowDisk(NoDisk):
@@ -1028,7 +1039,7 @@ def test_what_waits_for_a_disk_is_held(microbatches, sizes, recompute):
     predictor = _predictor(model, 1, batch=16, data=data, machine="laptop")
     c = replace(_candidate(microbatches=microbatches), recompute=recompute, offload=_away(["activations"], "disk"))
     assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peaks[0] <= peaks[1]
-    assert peaks[1] <= predictor.full(c).bytes <= 1.1 * peaks[1]
+    assert peaks[1] <= predictor.full(c).bytes <= 1.2 * peaks[1]
     assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.05)
 
 
@@ -1140,7 +1151,7 @@ SHORT = {
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("memory", ["160MiB", "340MiB"])
+@pytest.mark.parametrize("memory", ["97MiB", "340MiB"])
 def test_where_memory_is_short_few_are_traced_and_only_what_fits_is_timed(monkeypatch, memory):
     """What must be offloaded counts in the bounds: a proof traced nearly all candidates before it had the best."""
     timed = []
