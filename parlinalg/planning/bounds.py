@@ -319,7 +319,8 @@ def _activations(
 ) -> int:  # fmt: skip
     """Return the bytes that a pipeline rank cannot be below beside what is at rest, by those of its chunks.
 
-    What a chunk needs while it computes may be needed in its forward passes or in its backward ones.
+    What a chunk needs while it computes may be needed in its forward passes or in its backward ones.  Messages of other
+    ranks, of at least so many bytes, have memory before they are due.
     """
 
     def held(m: Moment) -> int:

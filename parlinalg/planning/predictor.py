@@ -525,8 +525,7 @@ class _InFlight(NamedTuple):
 
         held, passing = at(self.graph)
         if self.fewer is not None:
-            before = at(self.fewer)
-            held, passing = held + self.rounds * (held - before[0]), passing + self.rounds * (passing - before[1])
+            held += self.rounds * (held - at(self.fewer)[0])
         return held, passing
 
 

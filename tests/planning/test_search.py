@@ -935,6 +935,17 @@ def test_what_pipelines_offload_is_held_as_by_the_program(schedule, recompute, k
     _is_planned(peak, predictor, replace(c, recompute=recompute, offload=_away(kinds)))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_without_blocks_offloads_all_that_it_saves(schedule):
+    """The bound has nothing of it, where its logits take the most; the plan takes them to stay."""
+    sizes = {"num_hidden_layers": 3, "vocab_size": 4096}
+    kinds = ("optimizer", "activations", "parameters")
+    peak = _held(lambda world: pipeline_step(world, schedule, None, offload=dict.fromkeys(kinds, "host"), **sizes), 4)
+    predictor = _predictor({"name": "gpt", **DEEP, **sizes}, 4, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(1, 4, microbatches=8, schedule=schedule), offload=_away(kinds))
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak <= predictor.full(c).bytes
+
+
 def plain_step(
     world: Any, config: dict[str, Any], recompute: str | None, place: Any = None, **sizes: int
 ) -> Callable[[], None]:  # fmt: skip
