@@ -508,6 +508,12 @@ class ShapeArray(NDArrayOperatorsMixin):
         _viewed(n) for n in ("transpose", "swapaxes", "view", "squeeze", "diagonal")
     )
 
+    def view_of(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, strides: tuple[int, ...]
+    ) -> ShapeArray:  # fmt: skip
+        """Return an array as a view of these bytes."""
+        return self._view(np.ndarray(shape, dtype, self._a, offset, strides))
+
     def ravel(self, order: str = "C") -> ShapeArray:
         return self.reshape(-1, order=order)
 

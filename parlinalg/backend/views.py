@@ -55,6 +55,15 @@ def joined(blocks: Sequence[Block]) -> Block:
     return base.reshape(-1)[start : start + sum(b.size for b in blocks)]
 
 
+def view_of(
+    raw: Block, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, strides: tuple[int, ...]
+) -> Block:  # fmt: skip
+    """Return an array as a view of bytes in host memory."""
+    if isinstance(raw, np.ndarray):
+        return np.ndarray(shape, dtype, raw, offset, strides)
+    return raw.view_of(shape, dtype, offset, strides)
+
+
 def address(block: Block) -> int:
     """Return where a block begins in its device's memory."""
     if isinstance(block, np.ndarray):

@@ -20,7 +20,7 @@ from parlinalg.autograd import saved_arrays_hooks
 from parlinalg.autograd.rule import PackedArray, memory
 from parlinalg.autograd.tape import Walk, walking
 from parlinalg.backend import Backend
-from parlinalg.backend.views import address
+from parlinalg.backend.views import address, view_of
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
@@ -31,6 +31,8 @@ from parlinalg.offload.stores import DiskStore, HostStore, OffloadedBytes, Store
 from parlinalg.random.draws import Draws, current_draws
 
 Block = Any
+WINDOW = "64MiB"
+"""The bytes that wait to be written at most, and that are read ahead."""
 
 
 class Held(NamedTuple):
@@ -82,7 +84,7 @@ class Packer:
         whole = memory(array)
         if not array.ndim or whole.nbytes < self.least or id(whole) in self.kept or array.dtype.hasobject:
             return array
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray) or self.backend.host_memory:
             if whole.base is not None or array.nbytes * 4 < whole.nbytes:  # foreign memory, or little of a lot
                 return array
             key: tuple[Any, ...] = (id(whole),)
@@ -127,7 +129,7 @@ class Packer:
             if raw is None:
                 raw = self.store.get(held.away)
                 self._back[held.away] = weakref.ref(raw)
-            return np.ndarray(held.shape, held.dtype, raw, held.offset, held.strides)
+            return view_of(raw, held.shape, held.dtype, held.offset, held.strides)
         if raw is None:
             lying = tuple(held.shape[d] for d in held.order)
             raw = self.backend.empty(lying, held.dtype)
@@ -181,8 +183,8 @@ class OffloadedActivations(Closing):
     """
 
     def __init__(
-        self, path: str | Path | None, *, least: SupportsIndex | str = "64KiB", pending: SupportsIndex | str = "64MiB",
-        ahead: SupportsIndex | str = "64MiB", name: str = "activations",
+        self, path: str | Path | None, *, least: SupportsIndex | str = "64KiB", pending: SupportsIndex | str = WINDOW,
+        ahead: SupportsIndex | str = WINDOW, name: str = "activations",
     ) -> None:  # fmt: skip
         self.path = None if path is None else Path(path)
         self.name = name

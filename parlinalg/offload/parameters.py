@@ -24,6 +24,8 @@ from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.reducer import replaceable
 
 Block = Any
+LEAST = "64KiB"
+"""The bytes of the blocks of a parameter that is offloaded, at least."""
 
 
 class OffloadedParameters(Closing):
@@ -52,7 +54,7 @@ class OffloadedParameters(Closing):
     """
 
     def __init__(
-        self, path: str | Path | None, *, least: SupportsIndex | str = "64KiB", gradients: bool = True,
+        self, path: str | Path | None, *, least: SupportsIndex | str = LEAST, gradients: bool = True,
         values: bool = True, name: str = "values",
     ) -> None:  # fmt: skip
         if not values and not gradients:

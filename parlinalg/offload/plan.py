@@ -23,7 +23,7 @@ from parlinalg.autograd.saved import saved
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError, ValuesNeeded
 from parlinalg.nn import Module
-from parlinalg.offload.activations import OffloadedActivations
+from parlinalg.offload.activations import WINDOW, OffloadedActivations
 from parlinalg.offload.disk import Closing
 from parlinalg.offload.disk_states import DiskStates
 from parlinalg.offload.parameters import OffloadedParameters
@@ -186,7 +186,7 @@ class Offload(Closing):
                 self._stack.callback(self.parameters.close)
                 self.parameters.place(parameters)
         if "activations" in plan.places:
-            window = max(LEAST_TILE, plan.table.block) if plan.memory is not None else "64MiB"
+            window = max(LEAST_TILE, plan.table.block) if plan.memory is not None else WINDOW
             blocks = blocks_of(plan.model)
             if blocks:  # a stage may have none
                 self.activations = OffloadedActivations(folder["activations"], pending=window, ahead=window)

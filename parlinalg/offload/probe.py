@@ -39,13 +39,14 @@ class ProbeStore(InMemory):
 
     def __init__(self) -> None:
         self.away: weakref.WeakSet[OffloadedBytes] = weakref.WeakSet()
-        self.nbytes = 0
+        self.nbytes = self.array = 0
 
     def put(self, raw: np.ndarray) -> OffloadedBytes:
         away = OffloadedBytes(raw.nbytes)
         away.hold = raw
         self.away.add(away)
         self.nbytes += raw.nbytes
+        self.array = max(self.array, raw.nbytes)
         return away
 
     def close(self) -> None:
@@ -86,6 +87,11 @@ class ActivationProbe(OffloadedActivations):
     def begin(self) -> None:
         """Begin a forward pass, whose arrays are counted apart from those of others."""
         self._probed.away = weakref.WeakSet()
+
+    @property
+    def array(self) -> int:
+        """Bytes of the largest array that would have been offloaded."""
+        return self._probed.array
 
     @property
     def away(self) -> weakref.WeakSet[OffloadedBytes]:

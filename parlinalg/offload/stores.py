@@ -82,7 +82,7 @@ class DiskStore:
         room = whole_pages(raw.nbytes)
         away.offset = self._take(room)
         away.hold = raw
-        away.written = self._writer.submit(self._write, raw, away.offset, weakref.ref(away))
+        away.written = self._writer.submit(self._write, weakref.ref(away))
         self._under_way.append((away.written, room))
         self._waiting += room
         weakref.finalize(away, self._give, away.offset, room).atexit = False
@@ -109,8 +109,13 @@ class DiskStore:
         with self._lock:
             self._free[room].append(offset)
 
-    def _write(self, raw: np.ndarray, offset: int, away: weakref.ref[OffloadedBytes]) -> int:
-        """Write bytes; gives their checksum.  Nobody may need them any more: their place is then another's after."""
+    def _write(self, away: weakref.ref[OffloadedBytes]) -> int:
+        """Write bytes, unless nobody needs them any more; gives their checksum."""
+        if (found := away()) is None:
+            return 0
+        raw, offset = found.hold, found.offset
+        assert raw is not None
+        del found  # its place may be given up, and is then another's after
         crc = checksum(raw)
         for at in range(0, raw.size, self._at_a_time):
             part = raw[at : at + self._at_a_time]

@@ -20,7 +20,7 @@ from parlinalg.layout import Layout
 from parlinalg.nn import training_step
 from parlinalg.nn.added_losses import term_weights
 from parlinalg.pipeline.p2p import Edge, Incoming, TreeSpec, tree_flatten, tree_unflatten
-from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, Chunk, Instruction, Op, Schedule
+from parlinalg.pipeline.schedule import AHEAD, COMPUTE, RECEIVES, Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.simulate import Span
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ def _constant_part(block: Block, layout: Layout) -> Part:
 
 
 Unit = tuple[int, int]  # a chunk and a microbatch
-AHEAD = 2
-"""Receives that are posted before they are due."""
 WORDS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward (inputs)",
          Op.BACKWARD_WEIGHT: "backward (weights)", Op.RECEIVE_FORWARD: "forward", Op.RECEIVE_BACKWARD: "backward",
          Op.SEND_FORWARD: "forward", Op.SEND_BACKWARD: "backward"}  # fmt: skip

@@ -33,6 +33,8 @@ class Op(Enum):
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 SENDS = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
 RECEIVES = frozenset({Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD})
+AHEAD = 2
+"""Receives that are posted before they are due."""
 
 
 @dataclass(frozen=True)

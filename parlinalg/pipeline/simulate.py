@@ -15,7 +15,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
+from parlinalg.pipeline.schedule import AHEAD, COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
 from parlinalg.pipeline.validate import instruction_text, validate_orders
 
 Cost = float | Sequence[float]
@@ -234,12 +234,15 @@ class Moment(NamedTuple):
         By chunk, of how many microbatches activations are held from the forward pass to the backward pass.
     pending : tuple of int
         By chunk, of how many the gradients of weights have not been computed yet, as those of inputs have.
+    ahead : int
+        The messages of other ranks for which there is memory before they are due.
     """
 
     chunk: int
     op: Op
     held: tuple[int, ...]
     pending: tuple[int, ...]
+    ahead: int = 0
 
     def nbytes(self, kept: Sequence[float], pending: Sequence[float]) -> float:
         """Return the bytes of what is held, by those that one microbatch has in each chunk."""
@@ -247,16 +250,25 @@ class Moment(NamedTuple):
         return sum(n * nbytes for n, nbytes in both if n)
 
 
-def _fullest(moments: Iterable[tuple[int, Op, tuple[int, ...], tuple[int, ...]]]) -> tuple[Moment, ...]:
-    """Return the moments of a rank but those for which another of the same kind holds no less of any chunk."""
-    found: defaultdict[tuple[int, Op], list[tuple[int, ...]]] = defaultdict(list)
-    for chunk, op, held, pending in sorted(moments, key=lambda m: -sum(m[2]) - sum(m[3])):
-        both, kin = (*held, *pending), found[chunk, op]
-        if not any(all(map(le, both, other)) for other in kin):
-            kin.append(both)
-    return tuple(
-        Moment(*kind, both[: len(both) // 2], both[len(both) // 2 :]) for kind, kin in found.items() for both in kin
-    )
+def _fullest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Return the moments of a rank but those for which another of the same kind holds no less of anything."""
+    found: defaultdict[tuple[int, Op], list[tuple[tuple[int, ...], Moment]]] = defaultdict(list)
+    for m in sorted(moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead):
+        every, kin = (*m.held, *m.pending, m.ahead), found[m.chunk, m.op]
+        if not any(all(map(le, every, other)) for other, _ in kin):
+            kin.append((every, m))
+    return tuple(m for kin in found.values() for _, m in kin)
+
+
+def _ahead(order: Sequence[Instruction], rank: int) -> list[int]:
+    """Return for each instruction of a rank the messages of other ranks among the next ones that it has asked for."""
+    found: list[int] = []
+    coming: deque[bool] = deque(maxlen=AHEAD)
+    for i in reversed(order):
+        found.append(sum(coming))
+        if i.op in RECEIVES:
+            coming.appendleft(i.peer != rank)
+    return found[::-1]
 
 
 @dataclass(frozen=True)
@@ -305,7 +317,8 @@ class Dependencies:
         waiting: dict[Message, int] = {}
         last, at = [0] * schedule.ranks, [0] * schedule.ranks
         held, pending = ([[0] * len(chunks) for chunks in schedule.chunks] for _ in range(2))
-        moments: list[set[tuple[int, Op, tuple[int, ...], tuple[int, ...]]]] = [set() for _ in held]
+        moments: list[set[Moment]] = [set() for _ in held]
+        ahead = [_ahead(order, rank) for rank, order in enumerate(schedule.orders)]
         ready = deque(range(schedule.ranks))
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
@@ -346,7 +359,7 @@ class Dependencies:
                     now, later = held[rank], pending[rank]
                     now[i.chunk] += i.op is Op.FORWARD
                     kind = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op
-                    moments[rank].add((i.chunk, kind, tuple(now), tuple(later)))
+                    moments[rank].add(Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n]))
                     now[i.chunk] -= kind is Op.BACKWARD
                     later[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)
         if waiting:

@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Moment
 from parlinalg.planning.candidates import Candidate, offload_sets
-from parlinalg.planning.parts import SPANS, Part, in_transit, offload_moves
+from parlinalg.planning.parts import SMALL, SPANS, Part, offload_moves
 from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
 
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
@@ -24,9 +23,12 @@ class Floor(NamedTuple):
     ----------
     rest : Rest
     kept, ends : int
-        Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded.
-    transient, largest : int
+        Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded by a
+        rank that has others.
+    transient : int
         As of `Part`.
+    small : int
+        More bytes than there are of values too small to be offloaded.
     forward, backward : float
         Seconds of a pass.
     pending, made : int
@@ -39,7 +41,7 @@ class Floor(NamedTuple):
     kept: int
     ends: int
     transient: int
-    largest: int
+    small: int
     forward: float
     backward: float
     pending: int
@@ -125,31 +127,35 @@ class Bounds:
         Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
         does.  A rank waits for what comes and goes beside its passes.
         """
-        own, messages = [[0]], 0
+        own, message = [[0]], 0
         moments: Sequence[Sequence[Moment]] = [[Moment(0, op, (1,), (0,)) for op in (Op.FORWARD, Op.BACKWARD)]]
         schedule, cuts = self._pipeline(c)
         if schedule is not None:
             own = [[k.stage for k in chunks] for chunks in schedule.chunks]
             moments = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).moments
             parts = self.model.layers_of_one_copy(c)
-            messages = AHEAD * max(parts[b - 1].message for _, b in cuts)
+            message = min(parts[b - 1].message for _, b in cuts[:-1])
         stages = self.floors(c)
+        inner = [b - a > (a == 0) + (b == self.model.depth) for a, b in cuts]
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
             away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
             left = [self._left(c, stage.rest, kinds) for stage in stages]
-            kept = [stage.ends if "activations" in kinds else stage.kept for stage in stages]
+            kept = [[stages[s].kept for s in held] for held in own]
+            if "activations" in kinds:
+                kept = [[stages[s].ends * any(inner[t] for t in held) for s in held] for held in own]
             pending = [stage.made if "activations" in kinds else stage.pending for stage in stages]
-            buffers = [self._buffers(c, kinds, *each) for each in zip(stages, away, strict=True)]
+            made = [[sum(left[t].gradients for t in held) for held in own if s in held] for s in range(len(stages))]
+            buffers = [self._buffers(kinds, *each) for each in zip(stages, away, map(max, made), strict=True)]
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
-            need = messages + max(
-                here + _activations(of_rank, *([each[s] for s in held] for each in (kept, pending, buffers)))
-                for here, of_rank, held in zip(rest, moments, own, strict=True)
+            need = max(
+                here + _activations(of_rank, message, stay, *([each[s] for s in held] for each in (pending, buffers)))
+                for here, of_rank, stay, held in zip(rest, moments, kept, own, strict=True)
             )  # fmt: skip
             least = min(least, need)
             if need <= memory:
-                copies = [self._copies(c, kinds, stage.rest, n) for stage, (n, _) in zip(stages, away, strict=True)]
+                copies = [self._copies(c, kinds, stage, n) for stage, (n, _) in zip(stages, away, strict=True)]
                 seconds = min(seconds, self._least_seconds(c, stages, copies))
             if not kinds and seconds < math.inf:  # it fits
                 break
@@ -192,7 +198,7 @@ class Bounds:
                     Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
                     sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
                     max(0, int(last.transient - ratio * sum(part.weights for part in own))),
-                    max(part.largest for part in every[a:b]) // share.weights,
+                    SMALL * sum(part.count for part in own),
                     sum(model.seconds(part, "forward", quick=True) for part in own),
                     sum(model.seconds(part, "backward", quick=True) for part in own),
                     sum(later[a:b]), sum(made[a:b]),
@@ -201,16 +207,21 @@ class Bounds:
             )  # fmt: skip
         return found
 
-    def _buffers(self, c: Candidate, kinds: Collection[str], stage: Floor, away: tuple[int, int]) -> int:
-        """Return the bytes of a stage that are neither at rest nor kept, at the least."""
-        terms = stage.rest.gradients if self.model.settles(c) else 0
-        kinds = {*kinds} - {"optimizer"}  # tiles are small
-        return stage.transient + in_transit(kinds, stage.rest.weights, terms, 0, *away, stage.largest)
+    def _buffers(self, kinds: Collection[str], stage: Floor, away: tuple[int, int], gradients: int) -> int:
+        """Return the bytes of a stage that are neither at rest nor kept, at the least.
 
-    def _copies(self, c: Candidate, kinds: Collection[str], rest: Rest, away: int) -> Copies:
+        Of offloaded activations none need be in memory but those in use, which are in what a block needs.  While it
+        computes, the `gradients` that rest on the rank may not have their memory yet.  Values, gradients and states
+        that come and go may be among what it needs.
+        """
+        return max(stage.transient, away[1] - gradients) if "activations" in kinds else stage.transient
+
+    def _copies(self, c: Candidate, kinds: Collection[str], stage: Floor, away: int) -> Copies:
         """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
-        model = self.model
-        moves = offload_moves(kinds, rest.weights, rest.gradients if model.settles(c) else 0, rest.states, away)
+        model, rest = self.model, stage.rest
+        share = max(0.0, 1 - stage.small / max(1, rest.weights))
+        terms = int(share * rest.gradients) if model.settles(c) else 0
+        moves = offload_moves(kinds, int(share * rest.weights), terms, rest.states, away)
         host, disk, places = model.machine.host, model.machine.disk, dict(c.offload)
 
         def seconds(come: int, go: int, place: str) -> float:
@@ -223,7 +234,7 @@ class Bounds:
         return Copies(**spent)
 
     def _away(self, c: Candidate) -> list[tuple[int, int]]:
-        """Return the bytes of activations that are offloaded in each stage, and those of a block, at the least.
+        """Return the bytes of activations that are offloaded in each stage, and those of `_needed`, at the least.
 
         Of equal blocks one and two are traced: what blocks share is offloaded once.
         """
@@ -236,12 +247,26 @@ class Bounds:
                 found.append(0)
                 continue
             given = bare[alike - 1].output if alike else None
-            sizes = []
-            for n in (1, 2):
-                known = "away", n, setup.key, key, given
-                sizes.append(self.model.part(known, setup, layers=(alike, alike + n), given=given).away)
-            found.append(sizes[1] - sizes[0])
-        return [(sum(found[a:b]), max(found[a:b])) for a, b in self._pipeline(c)[1]]
+            known = "two", setup.key, key, given
+            both = self.model.part(known, setup, layers=(alike, alike + 2), given=given, update=False)
+            found.append(both.away - bare[alike].away)
+        return [(sum(found[a:b]), self._needed(c, bare, a, b)) for a, b in self._pipeline(c)[1]]
+
+    def _needed(self, c: Candidate, parts: Sequence[Part], a: int, b: int) -> int:
+        """Return the bytes that a stage needs while one of its blocks computes, if activations are offloaded, beside
+        what rests and what its first and last layer keep of every microbatch.
+
+        The trace of the block alone has no array of other layers, and its own ones only while they are made or in use,
+        so that all it holds is held in the stage too, but for an output, which the trace keeps throughout.  As the last
+        layer may keep nothing of the microbatch yet, or no more, that is subtracted.  Where gradients of weights come
+        later, what is in use for them is not in use for those of inputs: 0.
+        """
+        schedule, _ = self._pipeline(c)
+        if schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0]):
+            return 0
+        ends = parts[-1].kept if b == len(parts) else 0
+        most = max((p.left.kept + p.left.transient - p.message for p in parts[a:b] if p.left is not None), default=0)
+        return max(0, most - ends)
 
     def _least_seconds(self, c: Candidate, stages: Sequence[Floor], copies: Sequence[Copies]) -> float:
         """Return the bound of a candidate's time with what comes and goes in each stage."""
@@ -290,17 +315,20 @@ def _more_than_once(tied: Sequence[Sequence[int]]) -> int:
 
 
 def _activations(
-    moments: Sequence[Moment], kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int]
+    moments: Sequence[Moment], message: int, kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int]
 ) -> int:  # fmt: skip
     """Return the bytes that a pipeline rank cannot be below beside what is at rest, by those of its chunks.
 
-    What a chunk needs while it computes may be needed in its forward passes or in its backward ones.
+    What a chunk needs while it computes may be needed in its forward passes or in its backward ones.  Messages of other
+    ranks, of at least so many bytes, have memory before they are due.
     """
-    found = [max((int(m.nbytes(kept, pending)) for m in moments), default=0)]
+
+    def held(m: Moment) -> int:
+        return int(m.ahead * message + m.nbytes(kept, pending))
+
+    found = [max(map(held, moments), default=0)]
     for chunk, nbytes in enumerate(buffers):
-        passes = [
-            [m.nbytes(kept, pending) for m in moments if m[:2] == (chunk, op)] for op in (Op.FORWARD, Op.BACKWARD)
-        ]
+        passes = [[held(m) for m in moments if m[:2] == (chunk, op)] for op in (Op.FORWARD, Op.BACKWARD)]
         if all(passes):  # a replica of Chimera's may get no microbatch
             found.append(int(min(map(max, passes))) + nbytes)
     return max(found)

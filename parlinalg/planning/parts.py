@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg.array import zeros
 from parlinalg.array.create import dtype_named
-from parlinalg.autograd import Parameter, Tensor, no_sync, saved_arrays_hooks
+from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
-from parlinalg.autograd.rule import memory
-from parlinalg.autograd.tape import walking
+from parlinalg.backend import Backend
 from parlinalg.backend.shapes import WhatIf
 from parlinalg.datasets.tokens import tokenizer
 from parlinalg.errors import ConfigError
@@ -33,9 +31,13 @@ from parlinalg.layout import Layout
 from parlinalg.nn import Module, ModuleList
 from parlinalg.nn.added_losses import added_losses
 from parlinalg.nn.layer import Layer, layers_of
+from parlinalg.offload.activations import WINDOW
+from parlinalg.offload.parameters import LEAST
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
-from parlinalg.offload.probe import ActivationProbe
+from parlinalg.offload.probe import ActivationProbe, ProbeStore
+from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
+from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
@@ -57,8 +59,10 @@ from parlinalg.train.recipes import (
     length_of_sequences,
     require_vocabulary,
 )
+from parlinalg.units import parse_bytes
 
-Bytes = TypeVar("Bytes", int, float)
+QUEUE = parse_bytes(WINDOW)
+SMALL = parse_bytes(LEAST)
 SPANS = ("forward", "backward", "update")
 """The spans of a part in which what is offloaded comes and goes."""
 ASSUMED = WhatIf(finite=True, norm=1.0)
@@ -136,6 +140,25 @@ class Between(NamedTuple):
     dtype: str
 
 
+class Late(NamedTuple):
+    """The bytes at the peak of a pass where gradients of weights come last: of the forward pass and the one for the
+    gradients of inputs beside what rests and is kept, of that for weights beside what rests and is pending."""
+
+    forward: int = 0
+    inputs: int = 0
+    weights: int = 0
+
+
+class Left(NamedTuple):
+    """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`, `transient`
+    and `late` as of a `Part`."""
+
+    kept: int
+    pending: int
+    transient: int
+    late: Late
+
+
 class Tie(NamedTuple):
     """The bytes of a parameter on this rank: of its value, of its gradient, those that this rank updates, and the most
     that a rank updates that shares the update."""
@@ -171,19 +194,22 @@ class Part:
     pending : int
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
-    pending_away : int
-        Bytes of `pending` that are put away where the activations of blocks are offloaded: what the gradients of
-        weights take and those of inputs do not stays away, and the rest of `away` is done with.
     peak : int
         The most bytes at once, with one microbatch in flight.
     output : Between or None
         None of the last layer.
     message : int
         Bytes of the output's block.
-    away, block : int
-        Bytes of `kept` that are put away where the activations of blocks are offloaded, and those of one block.
-    largest : int
-        Bytes of the largest block of a parameter.
+    away, array : int
+        Bytes that a microbatch puts away where the activations of blocks are offloaded, and those of the largest array.
+    late : Late
+    left : Left or None
+        What stays then, by a pass that offloads them, to a store that brings back no array before it is in use; None
+        if there are no blocks.
+    largest, small : int
+        Bytes of the largest block of a parameter, and of those that are too small to be offloaded.
+    count : int
+        The number of parameters.
     recorded : int
         Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
     summed : int
@@ -199,6 +225,10 @@ class Part:
         Bytes by place, "host" and "disk": at rest and of a microbatch.
     moves : dict of str to dict of str to int
         By span, "forward", "backward" and "update", the bytes that come and go, by the kernel of `machine.OFFLOADS`.
+    queue : tuple of two ints
+        `away` and `array`, if they wait for a disk in this memory.
+    tiled : tuple of two ints
+        Bytes of the states that come and go in tiles, and of those tiles that a rank has room for in this memory.
     """
 
     trace: Trace
@@ -211,17 +241,22 @@ class Part:
     output: Between | None
     message: int
     away: int = 0
-    block: int = 0
+    array: int = 0
     largest: int = 0
+    small: int = 0
+    count: int = 0
     recorded: int = 0
     settled: bool = True
     summed: int = 0
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
-    pending_away: int = 0
+    late: Late = field(default_factory=Late)
+    left: Left | None = None
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    queue: tuple[int, int] = (0, 0)
+    tiled: tuple[int, int] = (0, 0)
     _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -283,25 +318,30 @@ class Part:
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
-        kept, pending = self.kept, self.pending
-        terms = held if self.settled else 0
-        transient += in_transit(places, weights, terms, states, self.away, self.block, self.largest)
-        rest, each = Counter[str](), Counter[str]()
+        kept, pending, late = self.kept, self.pending, self.late
+        values = weights - self.small
+        terms = round(held * values / max(1, weights)) if self.settled else 0
+        if "activations" in places and self.left is not None:
+            kept, pending, transient, late = self.left
+        moving = in_transit(places, values, terms, self.largest)
+        transient, late = transient + moving, Late(*(n + moving for n in late))
+        rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
-        for (span, kind), (come, go) in offload_moves(places, weights, terms, states, self.away).items():
+        for (span, kind), (come, go) in offload_moves(places, values, terms, states, self.away).items():
             to_disk = places[kind] == "disk"
             go += self.recorded if kind == "optimizer" and to_disk else 0
             moves[span] += Counter({HOST_COPY: come + go} if device else {})
             moves[span] += Counter({DISK_READ: come, DISK_WRITE: go} if to_disk else {})
         if (place := places.get("optimizer")) is not None:
             rest[place] += 2 * (states + self.recorded) if place == "disk" else states  # a file has two for each tile
+            tiled = states, MOST_TILE if device else host_tiles(states, weights)
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            kept, pending = kept - self.away, max(0, pending - self.pending_away)  # it comes back when it is needed
+            queue = (0, 0) if device else (self.away, self.array)  # a device's copies are waited for
         if (place := places.get("parameters")) is not None:
-            rest[place] += weights + terms
-            weights, held = 0, held - terms
+            rest[place] += values + terms
+            weights, held = weights - values, held - terms
         elif (place := places.get("gradients")) is not None:
             rest[place] += terms
             held -= terms
@@ -315,8 +355,9 @@ class Part:
             events.append(event)
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
-            gradients=held, states=states, kept=kept, pending=pending, peak=weights + held + states + kept + transient,
-            elsewhere=rest, elsewhere_kept=each, moves=moves,
+            gradients=held, states=states, kept=kept, pending=pending, late=late,
+            peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
+            queue=queue, tiled=tiled,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
             made._spans[span, ()] = self._span(span, copies.get(span, ()))
@@ -340,52 +381,53 @@ def offload_moves(
     return {(span, kind): moved for kind in kinds for span, moved in moves[kind].items()}
 
 
-def in_transit(
-    kinds: Collection[str], weights: int, terms: int, states: int, away: int, block: int, largest: int
-) -> int:  # fmt: skip
-    """Return the bytes of what is offloaded that are in memory at once, as they come or go, beside what stays there."""
-    alone = 0 if "parameters" in kinds else terms
-    tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
-    least = {
-        "optimizer": min(states, tiles), "activations": on_their_way(away, block),
-        "parameters": min(weights + terms, 3 * largest), "gradients": min(alone, 2 * largest),
-    }  # fmt: skip
-    return sum(least[kind] for kind in kinds)
+def in_transit(kinds: Collection[str], weights: int, terms: int, largest: int) -> int:
+    """Return the bytes of values and gradients that come or go at once at the most, beside what stays.
+
+    A product takes its values, and a gradient is added to the one that rests elsewhere.
+    """
+    most = {"parameters": min(weights + terms, 2 * largest), "gradients": min(terms, largest)}
+    return max((most.get(kind, 0) for kind in kinds), default=0)
 
 
-def on_their_way(away: Bytes, block: Bytes) -> Bytes:
-    """Return the bytes of offloaded activations that come or go at once, of so many in all and in a block."""
-    return min(away, 3 * block)
+def host_tiles(states: int, weights: int) -> int:
+    """Return the bytes of tiles of states that are read ahead and written behind, with the values that they change."""
+    return (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)
+
+
+def queued(away: float, array: float, others: float = 0) -> int:
+    """Return the most bytes of offloaded activations that wait for a disk, or came from it ahead of their use.
+
+    So many are away of the microbatch that is computed, in the largest array, and of other microbatches.  The arrays
+    that wait to be written have at most `QUEUE` bytes, or are one array.  Those read ahead have at most so many before
+    the last of them; they come in the reverse order, so that of this microbatch those that wait to be written are the
+    first of them.
+    """
+    return round(min(away, QUEUE + array) + min(others, max(QUEUE, array)))
+
+
+class NoDisk(ProbeStore):
+    """A store on a disk that takes no time, of arrays without values."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def put(self, raw: Any) -> OffloadedBytes:
+        away = super().put(raw)
+        away.hold = None
+        return away
+
+    def get(self, away: OffloadedBytes) -> Any:
+        return self.backend.staging(away.nbytes, np.uint8)
 
 
 class HostProbe(ActivationProbe):
-    """Counts what of the activations of modules a disk would hold, of blocks in host memory that have no values."""
+    """Offloads the activations of modules to a disk that takes no time, of blocks in host memory without values."""
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
-        super().__init__(parameters)
-        self._found: dict[int, weakref.ref[Any]] = {}
-
-    def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
-        if walking() is not None:
-            return call(*args, **kwargs)
-        before = self.nbytes
-        with saved_arrays_hooks(self._seen, lambda array: array):
-            result = call(*args, **kwargs)
-        self.block = max(self.block, self.nbytes - before)
-        return result
-
-    def _seen(self, array: Any) -> Any:
-        """Note the memory of an array that would go, by the rule of `Packer.pack`; it stays where it is."""
-        whole = memory(array)
-        large = array.ndim and whole.nbytes >= self.least and array.nbytes * 4 >= whole.nbytes
-        if large and id(whole) not in self._weights:
-            self._found[id(whole)] = weakref.ref(whole)
-        return array
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what was noted and is still held."""
-        return sum(int(whole.nbytes) for found in self._found.values() if (whole := found()) is not None)
+    def _open(self, backend: Backend, number: int | None) -> Store:
+        self._probed = NoDisk(backend)
+        return self._probed
 
 
 def layer_keys(model: Any) -> list[tuple[Any, ...]]:
@@ -545,18 +587,19 @@ class _Run:
         self.output: Between | None = None
         self.message = self.away = 0
         order = mesh.spec.token_order(inputs.length) if inputs.language else None
-        found = [int(p.storage.nbytes(p.data).value) for p in self.parameters]
-        self.largest = max(found, default=0)
+        found = [(int(p.storage.nbytes(p.data).value), largest(p) < SMALL) for p in self.parameters]
+        self.largest = max((n for n, _ in found), default=0)
+        self.small = sum(n for n, small in found if small)
         self.blocks = [b for b in getattr(model, "blocks", ()) if id(b) in modules]
         self.positions = None if order is None else BatchPositions(order)
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
-        gradients = states = away = block = pending = pending_away = 0
+        gradients = states = pending = after = 0
         change = update_for(self.config, self.optimizer)
         held = world.device.held
         if update:  # a first step makes what later ones hold
-            away, block = self.probed(rows, given)
+            self.microbatch(rows, given, sync=False)
             gradients = max(0, world.device.held - held)
             self.settle()
             change(True, 1.0)
@@ -564,22 +607,30 @@ class _Run:
             world.reset_peak()
         with world.trace() as trace:
             kept = self.microbatch(rows, given, sync=False)
+            passes = world.peak_memory
             if update:
                 with span("end"):
                     self.microbatch(rows, given, sync=self.alone)
+                    passes = world.peak_memory
+                    world.reset_peak()
                     if not self.alone:
                         with span("reduce"):
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
-        peak, own = world.peak_memory, {id(p): Tie.of(p) for p in self.parameters}
+                after = world.peak_memory
+        own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
+        rest = self.weights + gradients + states if update else world.device.held
+        late = Late()
         if not (update and self.alone):
-            pending, pending_away = self.deferring(rows, given)
+            pending, late = self.deferred(rows, given, rest, kept, after)
+        away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
-            trace, self.weights, gradients, states, kept, pending, peak, self.output, self.message, away,
-            block, self.largest, self.recorded(), replaceable(self.reducer), sum(each.updated for each in own.values()),
-            tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties), self.first_gathers, pending_away,
+            trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
+            array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
+            sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
+            self.first_gathers, late, left,
         )  # fmt: skip
 
     @property
@@ -594,22 +645,25 @@ class _Run:
         bare = [p for p in self.updated if not states_of(p.dtype, master)[1]]
         return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
-    def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
-        """Run a microbatch, and return what of its activations could be offloaded, and the most of one block."""
-        with self.probe() as probe:
-            self.microbatch(rows, given, sync=False, probe=probe)
-            return self.away, 0 if probe is None else probe.block
+    def offloaded(
+        self, rows: int, given: Between | None, update: bool, rest: int, after: int
+    ) -> tuple[int, int, Left | None]:  # fmt: skip
+        """Run a microbatch that offloads the activations of the blocks, if there are any; return the bytes that it puts
+        away, those of the largest array, and what is left in memory.
 
-    @contextmanager
-    def probe(self) -> Iterator[ActivationProbe | None]:
-        """Count what of the activations of the blocks could be offloaded, if there are any."""
+        `rest` is what is held before, `after` the peak of what follows the microbatches of a step.
+        """
         if not self.blocks:
-            yield None
-            return
-        kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
+            return 0, 0, None
+        device = self.world.device
+        kind = ActivationProbe if device.target == "gpu" else HostProbe
         with kind(self.parameters) as probe:
             probe.place(self.blocks)
-            yield probe
+            self.world.reset_peak()
+            kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
+            transient = max(0, max(self.world.peak_memory, after) - rest - kept)
+            last = self.deferred(rows, given, rest, kept, after) if update and not self.alone else (0, Late())
+            return self.away, probe.array, Left(kept, last[0], transient, last[1])
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -638,16 +692,13 @@ class _Run:
                     backward_of([root])
         return kept
 
-    def deferring(self, rows: int, given: Between | None) -> tuple[int, int]:
-        """Return the bytes that a microbatch keeps whose gradients of weights come last, until then, and of them those
-        that could be offloaded."""
-        pending, _ = self.deferred(rows, given, None)
-        with self.probe() as probe:
-            return pending, 0 if probe is None else self.deferred(rows, given, probe)[1]
+    def deferred(self, rows: int, given: Between | None, rest: int, kept: int, after: int) -> tuple[int, Late]:
+        """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
 
-    def deferred(self, rows: int, given: Between | None, probe: ActivationProbe | None) -> tuple[int, int]:
-        """Run a microbatch whose gradients of weights come last; return what it keeps, and the probe counts."""
-        targets, held = self._targets(rows), self.world.device.held
+        `rest` and `after` are as of `offloaded`, and `kept` is what is kept from the forward pass on.
+        """
+        world, targets, held = self.world, self._targets(rows), self.world.device.held
+        world.reset_peak()
         x = self._given(rows, given)
         with self._training(), no_sync():
             y, root = self._forward(x, targets)
@@ -657,13 +708,16 @@ class _Run:
             else:
                 grads.append(zeros(y.shape, self.grid, y.layout, y.dtype).block)
             del x, y, root
+            forward = max(world.peak_memory, after)
+            world.reset_peak()
             unit.backward(grads, later=True)
             unit.input_gradients()
             grads.clear()
-            pending = max(0, self.world.device.held - held)
-            away = 0 if probe is None else probe.nbytes
+            inputs, pending = world.peak_memory, max(0, world.device.held - held)
+            world.reset_peak()
             unit.parameters()
-        return pending, away
+        beside = forward - kept, inputs - kept, world.peak_memory - pending
+        return pending, Late(*(max(0, n - rest) for n in beside))
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from parlinalg.parallel.gatherer import dropped
-from parlinalg.pipeline.run import AHEAD
 from parlinalg.pipeline.schedule import Op, Schedule
-from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
+from parlinalg.pipeline.simulate import Costs, Dependencies, Moment, SharedCores
 from parlinalg.planning.candidates import Candidate
-from parlinalg.planning.parts import Between, Part, on_their_way
+from parlinalg.planning.parts import Between, Part, queued
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
 from parlinalg.planning.timeline import COMPUTED
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
@@ -27,6 +27,8 @@ HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done h
 PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they gather weights
 RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient")  # of a microbatch
+LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
+"""The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.late`."""
 Figures = dict[str, float]
 """Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
 
@@ -194,7 +196,8 @@ class Predictor:
         before = c.microbatches - 1
         seconds = before * (one["forward"] + one["backward"]) + one["end"]
         times = [(before, one, "pass"), (1, one, "end")]
-        memory = _memory(*(round(one[k]) for k in (*RESTS, "kept", "transient")))
+        transient = one["transient"] + queued(one["away"], one["array"]) + min(one["tiled"], one["tiles"])
+        memory = _memory(*(round(one[k]) for k in (*RESTS, "kept")), round(transient))
         away = {p: round(one[p] + one[f"{p} kept"]) for p in self.model.homes}
         held = Held(memory=memory, traced=False, **away)
         return self._planned(c, seconds, held, _moved_in_step(times), 0.0, _shares(_causes(times), seconds))
@@ -309,8 +312,6 @@ class Predictor:
             return made
         there = self.model.offloading(part, c)
         made |= self._bytes(there)
-        if "activations" in dict(c.offload):
-            made["away"], made["block"] = part.away, part.block
         for span, group in (("forward", "pass"), ("backward", "pass"), ("update", "update")):
             for cause, nbytes in there.moves[span].items():
                 if not nbytes:
@@ -357,6 +358,9 @@ class Predictor:
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
+        made |= zip(LATE.values(), part.late, strict=True)
+        made["away"], made["array"] = part.queue
+        made["tiled"], made["tiles"] = part.tiled
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
             made |= {f"tie {i}": tie.most, f"tie {i} own": tie.updated}
@@ -374,7 +378,8 @@ class Predictor:
     def _held(self, c: Candidate, spec: MeshSpec, parts: Sequence[Part]) -> Held:
         if spec.schedule is None:
             (part,) = parts
-            memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
+            transient = part.transient + queued(*part.queue) + min(part.tiled)
+            memory = _memory(part.weights, part.gradients, part.states, part.kept, transient)
             host, disk = (part.elsewhere[p] + part.elsewhere_kept[p] for p in ("host", "disk"))
             return Held(memory=memory, host=host, disk=disk)
         schedule = spec.schedule
@@ -438,14 +443,17 @@ class Predictor:
         """
         memory: dict[str, int] = {}
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
-        messages = AHEAD * max(f["message"] for own in held for f in own)
+        message = max(f["message"] for own in held for f in own)
         for r, own in enumerate(held):
             weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
-            kept, transient = flight.most(r, *([f[key] for f in own] for key in HELD))
-            here = _memory(weights, gradients, states, round(kept), round(messages + transient))
+            late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
+            beside = partial(_passing, own, message, late)
+            kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
+            transient += min(sum(f["tiled"] for f in own), max(f["tiles"] for f in own))
+            here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
                 each = [f[f"{p} kept"] for f in own]  # until the gradients of weights are computed
-                there = sum(f[p] for f in own) + flight.most(r, each, each, [0.0] * len(own))[0]
+                there = sum(f[p] for f in own) + flight.most(r, each, each, lambda _: 0.0)[0]
                 away[p] = max(away[p], round(there))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
@@ -503,22 +511,34 @@ class _InFlight(NamedTuple):
     rounds: float = 0.0
 
     def most(
-        self, rank: int, kept: Sequence[float], pending: Sequence[float], transient: Sequence[float]
+        self, rank: int, kept: Sequence[float], pending: Sequence[float], beside: Callable[[Moment], float]
     ) -> tuple[float, float]:  # fmt: skip
         """Return the bytes of activations, and those that pass while a chunk computes, at a rank's fullest moment.
 
-        Those of one microbatch are given, by the chunks of the rank: kept between its passes, pending as of a `Part`,
-        and transient.
+        Those of one microbatch are given, by the chunks of the rank: kept between its passes, and pending as of a
+        `Part`; and what passes at a moment.
         """
 
         def at(graph: Dependencies) -> tuple[float, float]:
-            found = [(m.nbytes(kept, pending), transient[m.chunk]) for m in graph.moments[rank]]
+            found = [(m.nbytes(kept, pending), beside(m)) for m in graph.moments[rank]]
             return max(found, key=sum, default=(0.0, 0.0))
 
-        held, beside = at(self.graph)
+        held, passing = at(self.graph)
         if self.fewer is not None:
             held += self.rounds * (held - at(self.fewer)[0])
-        return held, beside
+        return held, passing
+
+
+def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) -> float:
+    """Return the bytes that pass at a moment of a rank with these stages, beside what it keeps.
+
+    Messages have so many bytes; `late` says whether gradients of weights come later.
+    """
+    own = figures[m.chunk]
+    away = [f["away"] for f in figures]
+    others = m.nbytes(away, away) - own["away"]
+    queue = queued(own["away"], max(f["array"] for f in figures), others)
+    return m.ahead * message + own[LATE[m.op] if late else "transient"] + queue
 
 
 def _simulated(
@@ -555,24 +575,35 @@ def _simulated(
 def _total(figures: Sequence[Figures]) -> Figures:
     """Return the figures of layers one after the other.
 
-    When a layer goes back, those behind it keep nothing any more.  Of all layers' offloaded activations some blocks are
-    on their way at once.
+    When a layer goes back, those behind it keep nothing any more, or what is pending.
     """
     made: Figures = {}
-    most = 0.0
     for figure in figures:
         for name, value in figure.items():
-            before, once = made.get(name, 0.0), name == "block" or name.startswith("tie ")
+            before, once = made.get(name, 0.0), name in ("array", "tiles") or name.startswith("tie ")
             made[name] = max(before, value) if once else before + value
-        own = on_their_way(figure.get("away", 0.0), figure.get("block", 0.0))
-        most = max(most, made["kept"] + figure["transient"] - own)
     for name in RESTS if figures else ():
         made[name] -= _twice(figures, name)
-    moving = on_their_way(made.get("away", 0.0), made.get("block", 0.0))
-    made["transient"] = max(0.0, most - made.get("kept", 0.0)) + moving
+    for name, held, passed in (
+        ("transient", "kept", None), ("late forward", "kept", None), ("late inputs", "kept", "pending"),
+        ("late weights", "pending", None),
+    ):  # fmt: skip
+        made[name] = _beside(figures, name, held, passed)
     for name in ("message", "message words"):
         made[name] = figures[-1][name] if figures else 0.0
     return made
+
+
+def _beside(figures: Sequence[Figures], transient: str, held: str, passed: str | None) -> float:
+    """Return the bytes beside those held of all layers while one computes, at the most.
+
+    Those behind it hold nothing, or what they have once they are passed.
+    """
+    most = behind = 0.0
+    for figure in reversed(figures):
+        most = max(most, behind + figure[transient])
+        behind += (0.0 if passed is None else figure[passed]) - figure[held]
+    return most
 
 
 def _twice(figures: Sequence[Figures], name: str) -> float:

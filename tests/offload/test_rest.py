@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import weakref
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from parlinalg.autograd.saved import saved
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.activations import Held
-from parlinalg.offload.disk import DiskFile
+from parlinalg.offload.disk import DiskFile, checksum
 from parlinalg.offload.plan import ORDER, decide
+from parlinalg.offload.stores import DiskStore
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value, examine
 from parlinalg.parallel.memory import MemoryTable
 from parlinalg.pipeline.run import InFlight
@@ -205,6 +208,27 @@ def test_a_file_of_values_that_is_cut_is_told(make_grid, tmp_path):
     with pytest.raises(OffloadError, match=r"values.0.window was cut short"):
         loss_of(model)
     rest.discard()
+
+
+@pytest.mark.serial
+def test_what_nobody_needs_is_not_written(tmp_path, monkeypatch):
+    """A slow disk's writer neither holds it nor spends its time on it."""
+    turn, written = Event(), []
+    monkeypatch.setattr(DiskFile, "write", lambda self, buffer, at: (turn.wait(20), written.append(at)))
+    store = DiskStore(tmp_path / "away", 1 << 30)
+    arrays = [np.full(8192, n, np.uint8) for n in range(4)]
+    alive = [weakref.ref(each) for each in arrays]
+    away = [store.put(each) for each in arrays]
+    del arrays
+    away[1] = away[2] = None
+    gc.collect()
+    found = [each() is not None for each in alive]
+    turn.set()
+    store.close()
+    assert found == [True, False, False, True]
+    assert written == [away[0].offset, away[3].offset]
+    for n in (0, 3):
+        assert away[n].written.result() == checksum(np.full(8192, n, np.uint8))
 
 
 @pytest.mark.serial

@@ -100,11 +100,12 @@ def test_activations_are_bounded_by_the_least_that_any_program_holds(schedule):
     for moments, chunks in zip(Dependencies.of(made).moments, made.chunks, strict=True):
         for _ in range(20):
             kept, pending, buffers = ([numbers.randrange(1, 100) for _ in chunks] for _ in range(3))
+            held = [(m, 3 * m.ahead + m.nbytes(kept, pending)) for m in moments]
             every = [
-                max(m.nbytes(kept, pending) + buffers[m.chunk] * (m.op is needed[m.chunk]) for m in moments)
+                max(nbytes + buffers[m.chunk] * (m.op is needed[m.chunk]) for m, nbytes in held)
                 for needed in product((Op.FORWARD, Op.BACKWARD), repeat=len(chunks))
             ]
-            assert _activations(moments, kept, pending, buffers) == min(every)
+            assert _activations(moments, 3, kept, pending, buffers) == min(every)
 
 
 def test_a_search_beats_the_slowest_of_the_best():
