@@ -197,7 +197,7 @@ class Predictor:
         seconds = before * (one["forward"] + one["backward"]) + one["end"]
         times = [(before, one, "pass"), (1, one, "end")]
         transient = one["transient"] + queued(one["away"], one["array"]) + min(one["tiled"], one["tiles"])
-        memory = _memory(*(round(one[k]) for k in (*RESTS, "kept")), round(transient))
+        memory = _memory(*(round(n) for n in (*(one[k] for k in (*RESTS, "kept")), transient)))
         away = {p: round(one[p] + one[f"{p} kept"]) for p in self.model.homes}
         held = Held(memory=memory, traced=False, **away)
         return self._planned(c, seconds, held, _moved_in_step(times), 0.0, _shares(_causes(times), seconds))
