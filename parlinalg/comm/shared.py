@@ -83,7 +83,7 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
             yield None
             return
         if isinstance(held.memory, mmap.mmap):
-            _crowded(comm)  # now, not in the next task, which may be timed
+            _crowded(comm)  # which is asked once, and known in the tasks that follow
     else:
         meet(comm)  # the others may still read what was there
     held.in_use = True
