@@ -94,7 +94,9 @@ def test_killed(tmp_path: Path, routine: str) -> None:
 @pytest.mark.parametrize("routine", [*LAYERED, "cholesky", "solve", "svd"])
 def test_hanging(tmp_path: Path, routine: str) -> None:
     """The watchdog names the rank that never came, and where it is."""
-    done, seconds = run(tmp_path, routine, "time.sleep(60)", PARLINALG_TIMEOUT="5")  # loops take 3 s to compile
+    (path := tmp_path / "compiles.py").write_text(PROGRAM.replace("WHAT", "pass"))
+    launch(4, [str(path), routine], env={"PARLINALG_TIMEOUT": "60"}, timeout=60)  # loops take seconds to compile
+    done, seconds = run(tmp_path, routine, "time.sleep(60)", PARLINALG_TIMEOUT="5")
     at = next(i for i, line in enumerate(PROGRAM.splitlines(), 1) if "# here" in line)
     assert f"rank 1 never came: it is at {tmp_path}/program.py:{at}" in done.stderr
     assert seconds < 25
