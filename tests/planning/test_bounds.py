@@ -11,7 +11,7 @@ import pytest
 
 from parlinalg.pipeline.schedule import Op
 from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.pipeline.simulate import Dependencies
+from parlinalg.pipeline.simulate import Dependencies, Moment
 from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds, _activations
 from parlinalg.planning.candidates import Candidate, Space
@@ -106,6 +106,19 @@ def test_activations_are_bounded_by_the_least_that_any_program_holds(schedule):
                 for needed in product((Op.FORWARD, Op.BACKWARD), repeat=len(chunks))
             ]
             assert _activations(moments, 3, kept, pending, buffers) == min(every)
+
+
+def test_messages_have_memory_before_they_are_due():
+    """Two at the most, but none that a rank sends itself, and none where no more come."""
+
+    def fullest(name: str, ranks: int) -> list[Moment]:
+        made = Dependencies.of(make_schedule(name, ranks, 4, 2 if name == "interleaved" else None)).moments
+        return [max((m for m in moments if m.op is Op.FORWARD), key=lambda m: (m.held, m.ahead)) for moments in made]
+
+    for name in ("zb-v", "interleaved"):
+        assert fullest(name, 1)[0].ahead == 0
+    assert [m.ahead for m in fullest("gpipe", 2)] == [2, 0]
+    assert [m.ahead for m in fullest("1f1b", 2)] == [2, 2]
 
 
 def test_a_search_beats_the_slowest_of_the_best():

@@ -938,7 +938,7 @@ def test_what_pipelines_offload_is_held_as_by_the_program(schedule, recompute, k
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_stage_without_blocks_offloads_all_that_it_saves(schedule):
     """The bound has nothing of it, where its logits take the most; the plan takes them to stay."""
-    sizes = {"num_hidden_layers": 3, "vocab_size": 4096}
+    sizes = {"num_hidden_layers": 3, "vocab_size": 512}
     kinds = ("optimizer", "activations", "parameters")
     peak = _held(lambda world: pipeline_step(world, schedule, None, offload=dict.fromkeys(kinds, "host"), **sizes), 4)
     predictor = _predictor({"name": "gpt", **DEEP, **sizes}, 4, batch=32, data={"name": "text", "sequence_length": 64})
