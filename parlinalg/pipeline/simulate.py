@@ -260,14 +260,12 @@ def _fullest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     return tuple(m for kin in found.values() for _, m in kin)
 
 
-def _ahead(order: Sequence[Instruction], rank: int) -> list[int]:
-    """Return for each instruction of a rank the messages of other ranks among the next ones that it has asked for."""
-    found: list[int] = []
-    coming: deque[bool] = deque(maxlen=AHEAD)
+def _ahead(order: Sequence[Instruction]) -> list[int]:
+    """Return for each instruction of a rank the messages that come after it and have been asked for."""
+    found, coming = [], 0
     for i in reversed(order):
-        found.append(sum(coming))
-        if i.op in RECEIVES:
-            coming.appendleft(i.peer != rank)
+        found.append(min(AHEAD, coming))
+        coming += i.op in RECEIVES
     return found[::-1]
 
 
@@ -318,7 +316,7 @@ class Dependencies:
         last, at = [0] * schedule.ranks, [0] * schedule.ranks
         held, pending = ([[0] * len(chunks) for chunks in schedule.chunks] for _ in range(2))
         moments: list[set[Moment]] = [set() for _ in held]
-        ahead = [_ahead(order, rank) for rank, order in enumerate(schedule.orders)]
+        ahead = [_ahead(order) for order in schedule.orders]
         ready = deque(range(schedule.ranks))
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
