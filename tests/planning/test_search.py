@@ -1126,9 +1126,10 @@ def test_what_does_not_fit_offloads_as_little_as_does(form):
         assert p.disk == 0
         if p.stage == bare.stage:
             assert p.memory["states"] == (0 if "optimizer" in kinds else bare.memory["states"])
-            assert p.memory["weights"] == (0 if "parameters" in kinds else bare.memory["weights"])
+            small = predictor.model.stages(c, predictor.model.mesh(c))[p.stage].small  # they stay
+            assert p.memory["weights"] == (small if "parameters" in kinds else bare.memory["weights"])
             gone = {"parameters", "gradients"} & {*kinds}
-            assert p.memory["gradients"] == (0 if gone else bare.memory["gradients"])
+            assert p.memory["gradients"] == (small if gone else bare.memory["gradients"])
             assert (p.memory["activations"] < bare.memory["activations"]) == ("activations" in kinds)
     link = predictor.model.machine.host.bandwidth
     copied = every["optimizer",].seconds - bare.seconds
@@ -1162,9 +1163,12 @@ SHORT = {
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("memory", ["97MiB", "340MiB"])
-def test_where_memory_is_short_few_are_traced_and_only_what_fits_is_timed(monkeypatch, memory):
-    """What must be offloaded counts in the bounds: a proof traced nearly all candidates before it had the best."""
+@pytest.mark.parametrize(("memory", "share"), [("97MiB", 0.6), ("300MiB", 0.4), ("340MiB", 0.4)])
+def test_where_memory_is_short_few_are_traced_and_only_what_fits_is_timed(monkeypatch, memory, share):
+    """What must be offloaded counts in the bounds: a proof traced nearly all candidates before it had the best.
+
+    In the least memory that would do, 91 MiB, bounds are below it for half of what does not fit.
+    """
     timed = []
     full = Predictor.full
     monkeypatch.setattr(Predictor, "full", lambda self, c: timed.append(found := full(self, c)) or found)
@@ -1175,7 +1179,7 @@ def test_where_memory_is_short_few_are_traced_and_only_what_fits_is_timed(monkey
     assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in every.best]
     assert any(p.candidate.offload for p in found.best)
     assert found.proven
-    assert found.traced < 0.4 * found.candidates
+    assert found.traced < share * found.candidates
     assert all(p.bytes <= found.memory for p in timed)
 
 
@@ -1266,7 +1270,8 @@ def test_values_that_zero_3_cuts_rest_elsewhere_and_gradients_stay():
     assert predictor.model.kinds(c) == KINDS[:3]
     assert [predictor.model.kinds(replace(c, zero=z)) for z in (1, 2)] == [KINDS[:2]] * 2
     bare, away = predictor.full(c), predictor.full(replace(c, offload=_away(["parameters"])))
-    assert away.memory["weights"] == 0
+    (part,) = predictor.model.stages(c, predictor.model.mesh(c))
+    assert away.memory["weights"] == part.small < bare.memory["weights"] / 10
     assert away.memory["gradients"] == bare.memory["gradients"] > 0
     copies = 4 * bare.memory["weights"] / predictor.model.machine.host.bandwidth  # beside gathers that are in flight
     assert 0.5 * copies < away.seconds - bare.seconds < 1.02 * copies
