@@ -139,7 +139,7 @@ class Bounds:
         inner = [b - a > (a == 0) + (b == self.model.depth) for a, b in cuts]
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
-            away = self._away(c) if "activations" in kinds else [(0, 0)] * len(stages)
+            away = self._away(c) if "activations" in kinds else [(0, [])] * len(stages)
             left = [self._left(c, stage.rest, kinds) for stage in stages]
             kept = [[stages[s].kept for s in held] for held in own]
             if "activations" in kinds:
@@ -185,8 +185,7 @@ class Bounds:
         passed = [0, *(part.message for part in parts)]
         later = [max(0, part.pending - given - part.message) for given, part in zip(passed, parts, strict=False)]
         made = [max(0, nbytes - part.kept) for nbytes, part in zip(later, parts, strict=True)]
-        alone = model.alone(c.dtype)
-        ratio = alone.gradients / max(1, alone.weights)
+        alone, ratio = model.alone(c.dtype), self._ratio(c)
         found = []
         for a, b in self._pipeline(c)[1]:
             rest = alone  # layers of one stage may share parameters
@@ -207,14 +206,16 @@ class Bounds:
             )  # fmt: skip
         return found
 
-    def _buffers(self, kinds: Collection[str], stage: Floor, away: tuple[int, int], gradients: int) -> int:
+    def _buffers(
+        self, kinds: Collection[str], stage: Floor, away: tuple[int, list[tuple[int, int]]], gradients: int
+    ) -> int:  # fmt: skip
         """Return the bytes of a stage that are neither at rest nor kept, at the least.
 
         Of offloaded activations none need be in memory but those in use, which are in what a block needs.  While it
-        computes, the `gradients` that rest on the rank may not have their memory yet.  Values, gradients and states
-        that come and go may be among what it needs.
+        computes, the `gradients` that rest on the rank may not have their memory yet, and its own ones may be gone as
+        soon as they are made.  Values, gradients and states that come and go may be among what it needs.
         """
-        return max(stage.transient, away[1] - gradients) if "activations" in kinds else stage.transient
+        return max(stage.transient, *(n - max(own, gradients) for n, own in away[1]), 0)
 
     def _copies(self, c: Candidate, kinds: Collection[str], stage: Floor, away: int) -> Copies:
         """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
@@ -233,7 +234,7 @@ class Bounds:
             spent[span] += min(seconds(*moved, p) for p in ([places[kind]] if places else model.homes))
         return Copies(**spent)
 
-    def _away(self, c: Candidate) -> list[tuple[int, int]]:
+    def _away(self, c: Candidate) -> list[tuple[int, list[tuple[int, int]]]]:
         """Return the bytes of activations that are offloaded in each stage, and those of `_needed`, at the least.
 
         Of equal blocks one and two are traced: what blocks share is offloaded once.
@@ -252,21 +253,29 @@ class Bounds:
             found.append(both.away - bare[alike].away)
         return [(sum(found[a:b]), self._needed(c, bare, a, b)) for a, b in self._pipeline(c)[1]]
 
-    def _needed(self, c: Candidate, parts: Sequence[Part], a: int, b: int) -> int:
-        """Return the bytes that a stage needs while one of its blocks computes, if activations are offloaded, beside
-        what rests and what its first and last layer keep of every microbatch.
+    def _needed(self, c: Candidate, parts: Sequence[Part], a: int, b: int) -> list[tuple[int, int]]:
+        """Return the bytes that a stage needs while each of its blocks computes, if activations are offloaded, beside
+        what rests and what its first and last layer keep of every microbatch; and of these its gradients, at the most.
 
         The trace of the block alone has no array of other layers, and its own ones only while they are made or in use,
         so that all it holds is held in the stage too, but for an output, which the trace keeps throughout.  As the last
         layer may keep nothing of the microbatch yet, or no more, that is subtracted.  Where gradients of weights come
-        later, what is in use for them is not in use for those of inputs: 0.
+        later, what is in use for them is not in use for those of inputs: nothing is returned.
         """
         schedule, _ = self._pipeline(c)
         if schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0]):
-            return 0
+            return []
         ends = parts[-1].kept if b == len(parts) else 0
-        most = max((p.left.kept + p.left.transient - p.message for p in parts[a:b] if p.left is not None), default=0)
-        return max(0, most - ends)
+        ratio = self._ratio(c)
+        return [
+            (p.left.kept + p.left.transient - p.message - ends, math.ceil(ratio * p.weights))
+            for p in parts[a:b] if p.left is not None
+        ]  # fmt: skip
+
+    def _ratio(self, c: Candidate) -> float:
+        """Return the bytes of gradients by those of values."""
+        alone = self.model.alone(c.dtype)
+        return alone.gradients / max(1, alone.weights)
 
     def _least_seconds(self, c: Candidate, stages: Sequence[Floor], copies: Sequence[Copies]) -> float:
         """Return the bound of a candidate's time with what comes and goes in each stage."""
