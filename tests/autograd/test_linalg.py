@@ -228,7 +228,7 @@ class Counted:
             (factors, ("LU", "QR", "Cholesky", "batches")),
             (kernels, ("lower",)),  # in place of Cholesky on one GPU
             (systems, ("batches",)),
-            (spectral, ("Tridiagonal", "Bidiagonal", "batches")),
+            (spectral, ("Tridiagonal", "Bidiagonal", "batches", "_from_first_rank")),
         ):
             for name in names:
                 patch.setattr(home, name, self.counting(getattr(home, name)))
@@ -257,7 +257,7 @@ REUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "pinv": lambda a, b: linalg.pinv(a),
     "cond": lambda a, b: linalg.cond(a),
 }
-TWICE = {"qr", "eigh", "lstsq"}  # the triangle of lstsq is reduced for its singular values
+TWICE = {"qr", "eigh", "lstsq"}  # the singular values of the triangle of lstsq are found
 
 
 @pytest.mark.parametrize("name", REUSED)
