@@ -351,7 +351,7 @@ def cg(
 
 
 class _Gaps:
-    """How far rounding brings the recurrences of pipelined `cg` from what they stand for (Cools and others 2018).
+    """Estimates of the rounding errors in the recurrences of pipelined `cg` (Cools and others 2018).
 
     Attributes
     ----------
@@ -365,7 +365,7 @@ class _Gaps:
         self._norm, self._steps, self._fresh = self.r, 0, True
 
     def follow(self, alpha: Any, beta: Any, squares: Any, pipelined: bool) -> None:
-        """Add what rounding adds in a step.
+        """Add the rounding errors of a step.
 
         Parameters
         ----------
