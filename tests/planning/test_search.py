@@ -1294,7 +1294,7 @@ def test_what_the_library_does_not_offload_is_not_planned():
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_is_planned_for_a_disk_trains_with_it(zero, tmp_path):
     fixed = {
-        "model": {"name": "gpt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256,
+        "model": {"name": "gpt", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256,
                   "recompute": None},
         "data": {"name": "text", "sequence_length": 32}, "zero": zero, "batch_size": 4, "dtype": "float32",
         "gradient_accumulation": 2, "parallel": {"pipeline": 1, "tensor": 1, "sequence": 1},
