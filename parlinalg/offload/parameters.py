@@ -22,6 +22,7 @@ from parlinalg.offload.disk import Closing, process_number, raise_together
 from parlinalg.offload.states import bytes_of
 from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.reducer import replaceable
+from parlinalg.units import format_bytes
 
 Block = Any
 LEAST = "64KiB"
@@ -120,6 +121,13 @@ class OffloadedParameters(Closing):
                 "gradients that a reducer shares out (ZeRO), sums for shared parameters or sends in 16 bits stay in "
                 "its buckets, and cannot be offloaded by themselves: leave offload.gradients out, or take zero stage "
                 "0, parameters that each stage has for itself (tie_word_embeddings=False), gradients in their own dtype"
+            )
+        cut = [largest(p) for p in parameters if p.storage.gatherer is not None and p.storage.owner is None]
+        if not chosen and cut:
+            raise ConfigError(
+                f"ZeRO's stage 3 leaves each rank at most {format_bytes(max(cut))} of a parameter, and what has fewer "
+                f"than {format_bytes(self.least)} stays in memory, so that no parameter would be offloaded: leave "
+                "offload.parameters out, take zero stage 0, which keeps parameters whole, or fewer data parallel ranks"
             )
         if not chosen and any(p.storage.owner is not None and self._large(p) for p in parameters):
             raise ConfigError(

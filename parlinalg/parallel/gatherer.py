@@ -146,7 +146,7 @@ class WeightGatherer:
         want = Want(self.number[id(parameter)], work)
         block, backward = self.block_of[want.number], walking() is not None
         if self._place is None or (self._place.backward, self._place.block) != (backward, block):
-            self._enter(backward, block)
+            self.enter(backward, block)
         self._seen.append(want)
         found = self._held.get(want)
         if found is None:
@@ -164,6 +164,11 @@ class WeightGatherer:
     def first_gathers(self) -> int:
         """The gathers that the first block of a forward pass asks for, after a backward pass, as far as it is known."""
         return next((len(set(v.wants)) for at, v in self.known.items() if not at.backward and at.before < 0), 0)
+
+    @property
+    def ahead(self) -> bool:
+        """True if gathers are in flight for the next block."""
+        return bool(self._ahead[1])
 
     @property
     def transient_bytes(self) -> int:
@@ -191,7 +196,7 @@ class WeightGatherer:
                     return
 
     # ------------------------------------------------------------------ one block after the other
-    def _enter(self, backward: bool, block: int) -> None:
+    def enter(self, backward: bool, block: int) -> None:
         """Enter another layer: take over the gathers in flight for it, and start the next layer's gathers."""
         last = self._place
         after_walk = last is not None and last.backward and not backward
@@ -202,15 +207,16 @@ class WeightGatherer:
         if goal == place:
             self._moves, self._ahead = moves, (None, {})
         elif moves:
+            del moves  # nothing holds what was gathered in vain while other weights are gathered
             self._forget()
         visit = self.known.get(place)
         if visit is None:
             return
         if not self._moves:
-            self._moves = self._start(visit.wants)
+            self._moves = self.begin(visit.wants)
         then = visit.then
         if then is not None and then in self.known and (self._learning or not then.backward):
-            self._ahead = then, self._start(self.known[then].wants)
+            self._ahead = then, self.begin(self.known[then].wants)
 
     def _leave(self, then: Position | None) -> None:
         """Record the visit that ends."""
@@ -239,7 +245,8 @@ class WeightGatherer:
             move.wait()
 
     # ------------------------------------------------------------------ gathers
-    def _start(self, wants: Sequence[Want]) -> dict[Want, Move]:
+    def begin(self, wants: Sequence[Want]) -> dict[Want, Move]:
+        """Start the gathers of a block's weights."""
         return {want: self._gather(want, wait=False) for want in dict.fromkeys(wants)}
 
     def _gather(self, want: Want, *, wait: bool) -> Any:

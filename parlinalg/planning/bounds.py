@@ -26,7 +26,7 @@ class Floor(NamedTuple):
         Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded by a
         rank that has others.
     transient : int
-        As of `Part`.
+        Bytes beside what rests and is kept, at the peak of a pass of a layer.
     small : int
         More bytes than there are of values too small to be offloaded.
     forward, backward : float
@@ -127,35 +127,41 @@ class Bounds:
         Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
         does.  A rank waits for what comes and goes beside its passes.
         """
-        own, message = [[0]], 0
+        model, own, message = self.model, [[0]], 0
+        layers = model.layers_of_one_copy(c)
         moments: Sequence[Sequence[Moment]] = [[Moment(0, op, (1,), (0,)) for op in (Op.FORWARD, Op.BACKWARD)]]
         schedule, cuts = self._pipeline(c)
         if schedule is not None:
             own = [[k.stage for k in chunks] for chunks in schedule.chunks]
             moments = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks).moments
-            parts = self.model.layers_of_one_copy(c)
-            message = min(parts[b - 1].message for _, b in cuts[:-1])
+            message = min(layers[b - 1].message for _, b in cuts[:-1])
         stages = self.floors(c)
         inner = [b - a > (a == 0) + (b == self.model.depth) for a, b in cuts]
         seconds, least = math.inf, math.inf
         for kinds in [tuple(dict(c.offload))] if c.offload else [(), *offload_sets(self.model.kinds(c))]:
-            away = self._away(c) if "activations" in kinds else [(0, [])] * len(stages)
+            away = self._away(c) if "activations" in kinds else [0] * len(stages)
             left = [self._left(c, stage.rest, kinds) for stage in stages]
-            kept = [[stages[s].kept for s in held] for held in own]
+            again = [self._gathered_again(c, kinds, layers[slice(*cut)]) for cut in cuts]
+            kept = [[max(0, stages[s].kept - again[s]) for s in held] for held in own]
             if "activations" in kinds:
-                kept = [[stages[s].ends * any(inner[t] for t in held) for s in held] for held in own]
+                ends = [max(0, stage.ends - more) for stage, more in zip(stages, again, strict=True)]
+                kept = [[ends[s] * any(inner[t] for t in held) for s in held] for held in own]
             pending = [stage.made if "activations" in kinds else stage.pending for stage in stages]
-            made = [[sum(left[t].gradients for t in held) for held in own if s in held] for s in range(len(stages))]
-            buffers = [self._buffers(kinds, *each) for each in zip(stages, away, map(max, made), strict=True)]
+            pending = [max(0, nbytes - more) for nbytes, more in zip(pending, again, strict=True)]
+            absent = [0] * len(stages)
+            if model.target == "cpu":  # ranks of one host may have buckets of gradients in memory that they share
+                absent = [max(sum(left[t].gradients for t in of) for of in own if s in of) for s in range(len(stages))]
+            needed = [self._needed(c, kinds, lack, *cut) for lack, cut in zip(absent, cuts, strict=True)]
+            buffers = [stage.transient for stage in stages]
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
             need = max(
-                here + _activations(of_rank, message, stay, *([each[s] for s in held] for each in (pending, buffers)))
-                for here, of_rank, stay, held in zip(rest, moments, kept, own, strict=True)
+                here + _activations(of_rank, message, held, *([x[s] for s in of] for x in (pending, buffers, needed)))
+                for here, of_rank, held, of in zip(rest, moments, kept, own, strict=True)
             )  # fmt: skip
             least = min(least, need)
             if need <= memory:
-                copies = [self._copies(c, kinds, stage, n) for stage, (n, _) in zip(stages, away, strict=True)]
+                copies = [self._copies(c, kinds, stage, n) for stage, n in zip(stages, away, strict=True)]
                 seconds = min(seconds, self._least_seconds(c, stages, copies))
             if not kinds and seconds < math.inf:  # it fits
                 break
@@ -191,13 +197,16 @@ class Bounds:
             rest = alone  # layers of one stage may share parameters
             if c.pipeline > 1:
                 rest = Rest(*(sum(getattr(part, name) for part in every[a:b]) for name in Rest._fields))
-            own, last = parts[a:b], parts[b - 1]  # before its backward pass no gradient of the stage has its memory yet
+            own, transient, behind = parts[a:b], 0, 0
+            absent = sum(part.weights for part in own) if model.target == "cpu" else 0  # as in `within`
+            for part in reversed(own):  # its gradients may go as they are made; those that rest stay in their buckets
+                transient = max(transient, part.transient - math.ceil(ratio * max(part.weights, absent)) - behind)
+                behind += part.kept
             found.append(
                 Floor(
                     Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
                     sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
-                    max(0, int(last.transient - ratio * sum(part.weights for part in own))),
-                    SMALL * sum(part.count for part in own),
+                    transient, SMALL * sum(part.count for part in own),
                     sum(model.seconds(part, "forward", quick=True) for part in own),
                     sum(model.seconds(part, "backward", quick=True) for part in own),
                     sum(later[a:b]), sum(made[a:b]),
@@ -205,17 +214,6 @@ class Bounds:
                 )
             )  # fmt: skip
         return found
-
-    def _buffers(
-        self, kinds: Collection[str], stage: Floor, away: tuple[int, list[tuple[int, int]]], gradients: int
-    ) -> int:  # fmt: skip
-        """Return the bytes of a stage that are neither at rest nor kept, at the least.
-
-        Of offloaded activations none need be in memory but those in use, which are in what a block needs.  While it
-        computes, the `gradients` that rest on the rank may not have their memory yet, and its own ones may be gone as
-        soon as they are made.  Values, gradients and states that come and go may be among what it needs.
-        """
-        return max(stage.transient, *(n - max(own, gradients) for n, own in away[1]), 0)
 
     def _copies(self, c: Candidate, kinds: Collection[str], stage: Floor, away: int) -> Copies:
         """Return the seconds in which what a stage offloads comes and goes, to the nearest places, at the least."""
@@ -234,8 +232,8 @@ class Bounds:
             spent[span] += min(seconds(*moved, p) for p in ([places[kind]] if places else model.homes))
         return Copies(**spent)
 
-    def _away(self, c: Candidate) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return the bytes of activations that are offloaded in each stage, and those of `_needed`, at the least.
+    def _away(self, c: Candidate) -> list[int]:
+        """Return the bytes of activations that are offloaded in each stage, at the least.
 
         Of equal blocks one and two are traced: what blocks share is offloaded once.
         """
@@ -251,26 +249,57 @@ class Bounds:
             known = "two", setup.key, key, given
             both = self.model.part(known, setup, layers=(alike, alike + 2), given=given, update=False)
             found.append(both.away - bare[alike].away)
-        return [(sum(found[a:b]), self._needed(c, bare, a, b)) for a, b in self._pipeline(c)[1]]
+        return [sum(found[a:b]) for a, b in self._pipeline(c)[1]]
 
-    def _needed(self, c: Candidate, parts: Sequence[Part], a: int, b: int) -> list[tuple[int, int]]:
-        """Return the bytes that a stage needs while each of its blocks computes, if activations are offloaded, beside
-        what rests and what its first and last layer keep of every microbatch; and of these its gradients, at the most.
+    def _needed(self, c: Candidate, kinds: Collection[str], absent: int, a: int, b: int) -> tuple[int, int]:
+        """Return the bytes of a stage that a forward and a backward pass need beside what rests and is kept; so many of
+        what rests may be absent.
 
-        The trace of the block alone has no array of other layers, and its own ones only while they are made or in use,
-        so that all it holds is held in the stage too, but for an output, which the trace keeps throughout.  As the last
-        layer may keep nothing of the microbatch yet, or no more, that is subtracted.  Where gradients of weights come
-        later, what is in use for them is not in use for those of inputs: nothing is returned.
+        Of offloaded activations none need be in memory but those in use.  The trace of a block alone has no array of
+        other layers, and its own ones only while they are made or in use, so that all it holds at its peak is held in
+        the stage too, but for an output, which the trace keeps throughout, and gradients, which may be gone as they are
+        made.  As the last layer may keep nothing of the microbatch yet, or no more, that is subtracted.
+
+        With ZeRO's stage 3 the weights of a layer, and those of the one that the pass comes to next, are in memory or
+        on their way from the layer's first gather on.  What a layer alone has in flight of its gradients the stage has
+        too, as it awaits none earlier.  In its forward pass it gathers its own weights ahead, and not the next one's.
+
+        Where gradients of weights come later, what is in use for them is not in use for those of inputs.
         """
         schedule, _ = self._pipeline(c)
-        if schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0]):
-            return []
-        ends = parts[-1].kept if b == len(parts) else 0
+        later = schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0])
+        bare, away = self.model.layers_of_one_copy(c), "activations" in kinds
+        gathering = self.model.layers(c) if c.zero == 3 and c.data > 1 else None
+        ends = bare[-1].kept if b == len(bare) else 0
         ratio = self._ratio(c)
-        return [
-            (p.left.kept + p.left.transient - p.message - ends, math.ceil(ratio * p.weights))
-            for p in parts[a:b] if p.left is not None
-        ]  # fmt: skip
+        forward = backward = 0
+        for i in range(a, b) if away or gathering else ():
+            part = bare[i]
+            if away and part.left is not None:
+                again = self._gathered_again(c, kinds, [part])
+                made = part.message + max(absent, math.ceil(ratio * part.weights))
+                forward = max(forward, part.left.forward - absent - ends - again)
+                backward = max(backward, (0 if later else part.left.backward - made) - ends - again)
+            if gathering is None:
+                continue
+            own, left = gathering[i].gathered, gathering[i].left
+            next_one = gathering[i + 1].gathered[0] if i + 1 < b else 0
+            before = gathering[i - 1].gathered[1] if i > a else 0
+            if not away:
+                behind = sum(each.kept for each in bare[i + 1 : b])
+                forward = max(forward, own[0] + next_one - absent - behind - part.kept)
+                backward = max(backward, own[1] + before - absent - behind)
+            elif left is not None:
+                made = part.message + absent + 2 * gathering[i].small
+                forward = max(forward, left.forward - own[1] + next_one - absent - ends)
+                backward = max(backward, (0 if later else left.backward + before - made) - ends)
+        return forward, backward
+
+    def _gathered_again(self, c: Candidate, kinds: Collection[str], parts: Sequence[Part]) -> int:
+        """Return the bytes of weights, at the most, that layers keep at work in the traces and that are gathered again
+        where they rest elsewhere."""
+        more = "parameters" in kinds and c.tensor.mode not in (None, "1d")
+        return more * (c.tensor.ranks or 1) * sum(part.weights for part in parts)
 
     def _ratio(self, c: Candidate) -> float:
         """Return the bytes of gradients by those of values."""
@@ -324,12 +353,13 @@ def _more_than_once(tied: Sequence[Sequence[int]]) -> int:
 
 
 def _activations(
-    moments: Sequence[Moment], message: int, kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int]
+    moments: Sequence[Moment], message: int, kept: Sequence[int], pending: Sequence[int], buffers: Sequence[int],
+    needed: Sequence[tuple[int, int]] = (),
 ) -> int:  # fmt: skip
     """Return the bytes that a pipeline rank cannot be below beside what is at rest, by those of its chunks.
 
-    What a chunk needs while it computes may be needed in its forward passes or in its backward ones.  Messages of other
-    ranks, of at least so many bytes, have memory before they are due.
+    What a chunk needs while it computes may be needed in its forward passes or in its backward ones; of what is
+    `needed` it is known in which.  Messages of other ranks, of at least so many bytes, have memory before they are due.
     """
 
     def held(m: Moment) -> int:
@@ -340,4 +370,5 @@ def _activations(
         passes = [[held(m) for m in moments if m[:2] == (chunk, op)] for op in (Op.FORWARD, Op.BACKWARD)]
         if all(passes):  # a replica of Chimera's may get no microbatch
             found.append(int(min(map(max, passes))) + nbytes)
+        found += [max(each) + n for each, n in zip(passes, needed[chunk] if needed else (), strict=False) if each]
     return max(found)

@@ -38,7 +38,7 @@ from parlinalg.offload.probe import ActivationProbe, ProbeStore
 from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
 from parlinalg.parallel.buckets import largest
-from parlinalg.parallel.gatherer import WeightGatherer
+from parlinalg.parallel.gatherer import Want, WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.run import InFlight
@@ -47,6 +47,7 @@ from parlinalg.planning.imagine import World, imagine
 from parlinalg.planning.machine import DISK_READ, DISK_WRITE, HOST_COPY
 from parlinalg.planning.trace import Event, Kernel, Span, Trace, cut
 from parlinalg.random.draws import training_step
+from parlinalg.redistribute import Move
 from parlinalg.sequence import BatchPositions, using_positions
 from parlinalg.train.choices import LANGUAGE, make_criterion
 from parlinalg.train.config import TrainingConfig
@@ -151,12 +152,15 @@ class Late(NamedTuple):
 
 class Left(NamedTuple):
     """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`, `transient`
-    and `late` as of a `Part`."""
+    and `late` as of a `Part`.  `forward` and `backward` are those at the peak of each pass beside what rests, with
+    ZeRO's stage 3 from the first gather on that the pass waits for."""
 
     kept: int
     pending: int
     transient: int
     late: Late
+    forward: int
+    backward: int
 
 
 class Tie(NamedTuple):
@@ -190,7 +194,7 @@ class Part:
         Bytes at rest.
     kept : int
         Bytes that a microbatch keeps from its forward to its backward pass: what is given too, if layers keep it, the
-        output aside.
+        output aside, and weights that are gathered ahead, once whatever is in flight.
     pending : int
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
@@ -219,6 +223,9 @@ class Part:
         these layers is here.
     first_gathers : int
         Of weights that are gathered ahead of use: the gathers with which a forward pass begins.
+    gathered : tuple of two ints
+        Of weights that are gathered ahead of use, of one layer: bytes that a forward and a backward pass take for it
+        from the start of its gathers on.
     settled : bool
         True if gradients may be settled one by one, and rest elsewhere: their reducer does no more than sum them.
     elsewhere, elsewhere_kept : dict of str to int
@@ -250,6 +257,7 @@ class Part:
     summed: int = 0
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
+    gathered: tuple[int, int] = (0, 0)
     late: Late = field(default_factory=Late)
     left: Left | None = None
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
@@ -322,7 +330,7 @@ class Part:
         values = weights - self.small
         terms = round(held * values / max(1, weights)) if self.settled else 0
         if "activations" in places and self.left is not None:
-            kept, pending, transient, late = self.left
+            kept, pending, transient, late, *_ = self.left
         moving = in_transit(places, values, terms, self.largest)
         transient, late = transient + moving, Late(*(n + moving for n in late))
         rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0), (0, 0)
@@ -585,7 +593,12 @@ class _Run:
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None
-        self.message = self.away = 0
+        self.message = self.away = self.begun = self.ahead = 0
+        self.peaks = 0, 0
+        self.gathers: list[int] = []
+        """Bytes of the gathers that a microbatch starts together."""
+        if self.gatherer is not None:
+            self._watch(self.gatherer)
         order = mesh.spec.token_order(inputs.length) if inputs.language else None
         found = [(int(p.storage.nbytes(p.data).value), largest(p) < SMALL) for p in self.parameters]
         self.largest = max((n for n, _ in found), default=0)
@@ -606,12 +619,13 @@ class _Run:
             states = max(0, world.device.held - held - world.device.live["gradients"])  # a GPU's buckets stay
             world.reset_peak()
         with world.trace() as trace:
-            kept = self.microbatch(rows, given, sync=False)
-            passes = world.peak_memory
+            with self._gathering():
+                kept = self.microbatch(rows, given, sync=False)
+            passes, gathered = self._peak(), (*self.gathers, 0, 0)[:2]
             if update:
                 with span("end"):
                     self.microbatch(rows, given, sync=self.alone)
-                    passes = world.peak_memory
+                    passes = max(passes, world.peak_memory)
                     world.reset_peak()
                     if not self.alone:
                         with span("reduce"):
@@ -630,14 +644,14 @@ class _Run:
             trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
-            self.first_gathers, late, left,
+            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, late, left,
         )  # fmt: skip
 
     @property
-    def first_gathers(self) -> int:
-        """The gathers with which a forward pass begins."""
-        gatherer = next((p.storage.gatherer for p in self.parameters), None)
-        return gatherer.first_gathers if isinstance(gatherer, WeightGatherer) else 0
+    def gatherer(self) -> WeightGatherer | None:
+        """The gatherer of the weights, with ZeRO's stage 3."""
+        found = next((p.storage.gatherer for p in self.parameters), None)
+        return found if isinstance(found, WeightGatherer) else None
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""
@@ -660,10 +674,49 @@ class _Run:
         with kind(self.parameters) as probe:
             probe.place(self.blocks)
             self.world.reset_peak()
-            kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
-            transient = max(0, max(self.world.peak_memory, after) - rest - kept)
+            with self._gathering():
+                kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
+            transient = max(0, max(self.peaks[0], self._peak(), after) - rest - kept)
             last = self.deferred(rows, given, rest, kept, after) if update and not self.alone else (0, Late())
-            return self.away, probe.array, Left(kept, last[0], transient, last[1])
+            return self.away, probe.array, Left(kept, last[0], transient, last[1], *(n - rest for n in self.peaks))
+
+    def _watch(self, gatherer: WeightGatherer) -> None:
+        """Note the bytes of what is gathered ahead."""
+        begin, device = gatherer.begin, self.world.device
+
+        def noted(wants: Sequence[Want]) -> dict[Want, Move]:
+            before = device.held
+            moves = begin(wants)
+            self.gathers.append(device.held - before)
+            return moves
+
+        gatherer.begin = noted  # type: ignore[method-assign]
+
+    def _peak(self) -> int:
+        """Return the peak of what ran within `_gathering`.
+
+        In a pipeline another backward pass may follow, whose first gathers are in flight from the last layer's on.
+        """
+        return max(self.begun, self.world.peak_memory + self.ahead * (not self.alone))
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Let the peak begin anew at each layer, if weights are gathered ahead; `begun` is the peak before."""
+        world, gatherer = self.world, self.gatherer
+        self.begun = 0
+        if gatherer is None:
+            yield
+            return
+        enter = gatherer.enter
+
+        def entered(backward: bool, block: int) -> None:
+            enter(backward, block)
+            self.begun = max(self.begun, world.peak_memory)
+            world.reset_peak()
+
+        gatherer.enter = entered  # type: ignore[method-assign]
+        yield
+        del gatherer.enter
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -674,14 +727,17 @@ class _Run:
     def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
         targets, held, span = self._targets(rows), self.world.device.held, self.world.span
+        self.gathers.clear()
         x = [self._given(rows, given)]
         with self._training():
             with span("forward"):
                 y, root = self._forward(x.pop(), targets)  # nothing else keeps what is given
             size = _nbytes(y)
+            self.ahead = self.gathers[-1] if self.gatherer is not None and self.gatherer.ahead else 0
+            kept = max(0, self.world.device.held - held - self.ahead - (0 if self.last else size))
             if probe is not None:
-                self.away = probe.nbytes
-            kept = max(0, self.world.device.held - held - (0 if self.last else size))
+                self.away, forward = probe.nbytes, self.world.peak_memory
+                self.world.reset_peak()
             if not self.last:
                 self.output, self.message = Between(y.shape, y.layout, y.dtype.name), size
             del y
@@ -690,6 +746,8 @@ class _Run:
                     (root * 1.0).backward()
                 else:
                     backward_of([root])
+            if probe is not None:
+                self.peaks = forward, self.world.peak_memory
         return kept
 
     def deferred(self, rows: int, given: Between | None, rest: int, kept: int, after: int) -> tuple[int, Late]:
@@ -710,10 +768,11 @@ class _Run:
             del x, y, root
             forward = max(world.peak_memory, after)
             world.reset_peak()
-            unit.backward(grads, later=True)
-            unit.input_gradients()
+            with self._gathering():
+                unit.backward(grads, later=True)
+                unit.input_gradients()
             grads.clear()
-            inputs, pending = world.peak_memory, max(0, world.device.held - held)
+            inputs, pending = self._peak(), max(0, world.device.held - held)
             world.reset_peak()
             unit.parameters()
         beside = forward - kept, inputs - kept, world.peak_memory - pending

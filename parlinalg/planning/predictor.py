@@ -136,10 +136,6 @@ class Predictor:
         layers = self.model.layers(c)
         spec = self.model.short_mesh(c)
         figures = [self._offloading_figures(part, c) for part in layers]
-        if c.zero == 3:  # a layer alone keeps the weights it gathered, of many layers few are gathered at once
-            for figure, part, bare in zip(figures, layers, self.model.layers_of_one_copy(c), strict=True):
-                for name in ("kept", "pending"):
-                    figure[name] = max(0.0, figure[name] - max(0, part.kept - bare.kept))
         stages = [_total(figures[a:b]) for a, b in self.model.cuts(spec)]
         if c.pipeline == 1:
             (one,) = stages

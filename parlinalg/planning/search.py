@@ -333,7 +333,9 @@ class _Search:
                 self.left = [(bound, c), *((b, other) for b, _, _, other in heap)]
                 return
             if traced:  # in parts, for its bound
-                self._full(c)
+                before = self.model.traces
+                if self._full(c) is None and self.model.traces == before:  # others' traces say that it does not fit
+                    self.in_full.discard(c)
             elif (found := self._asked(c, self._bounded)) is not None:
                 seconds, need = found
                 if need > self.memory:
@@ -565,9 +567,10 @@ class _Search:
         """The number of candidates that were traced in full."""
         return len(self.in_full)
 
-    def _full(self, c: Candidate) -> None:
+    def _full(self, c: Candidate) -> Planned | None:
+        """Trace a candidate in full, unless it was; return what it takes if it fits."""
         if c in self.in_full:
-            return
+            return None
         self.in_full.add(c)
         hold: Hold = self.predictor.held
         predict: Predict = self.predictor.full
@@ -575,7 +578,7 @@ class _Search:
             hold = predict = self.predictor.stretched
         held = self._asked(c, hold)
         if held is None:
-            return
+            return None
         found = None
         if self._fits(held):
             found = self._asked(c, predict)
@@ -588,6 +591,7 @@ class _Search:
                 self.done.append(found)
         elif not self._fits(held):
             self.too_full.append((held.bytes, c, held.stage))
+        return found
 
     def _nothing_fits(self) -> str:
         """Return why nothing fits, and the least memory that would do.  Empty if what is traced for that does fit."""

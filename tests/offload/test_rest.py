@@ -20,11 +20,12 @@ from parlinalg.offload.activations import Held
 from parlinalg.offload.disk import DiskFile, checksum
 from parlinalg.offload.plan import ORDER, decide
 from parlinalg.offload.stores import DiskStore
-from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value, examine
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, clip_gradient_value, examine
 from parlinalg.parallel.memory import MemoryTable
 from parlinalg.pipeline.run import InFlight
-from tests.models import loss_of
-from tests.offload.runs import everything, go_on, sizes, start, unlike
+from parlinalg.units import format_bytes
+from tests.models import loss_of, make
+from tests.offload.runs import SCHEME, everything, go_on, sizes, start, unlike
 
 
 @pytest.mark.ranks(2)
@@ -35,6 +36,19 @@ def test_values_in_buckets_are_not_offloaded(make_grid, world, folder, backend):
         rest.place(model.parameters())
     if backend == "numpy":
         assert "parameters" not in offload.plan(model, update, memory="140kB", path=folder).places
+
+
+@pytest.mark.ranks(2, 4)
+def test_shares_too_small_to_be_offloaded_are_named(make_grid, world, folder, backend):
+    """With ZeRO's stage 3, where what is not cut would be large enough."""
+    grid = make_grid(sizes(world.size))
+    model = make("gpt", SCHEME.with_weights_cut("data"), grid)
+    WeightGatherer(model, axes="data")
+    GradientReducer(model.parameters(), (ZeRO(3),), 2000, 4000)
+    cut = max(p.block.nbytes for p in model.parameters() if p.storage.owner is None)
+    rest, small = OffloadedParameters(folder if backend == "numpy" else None, least=cut + 1), format_bytes(cut + 1)
+    with pytest.raises(ConfigError, match=rf"stage 3 leaves .* fewer than {small} stays.*zero stage 0"):
+        rest.place(model.parameters())
 
 
 def windows():
