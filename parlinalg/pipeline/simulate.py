@@ -236,6 +236,8 @@ class Moment(NamedTuple):
         By chunk, of how many the gradients of weights have not been computed yet, as those of inputs have.
     ahead : int
         The messages of other ranks for which there is memory before they are due.
+    later : tuple of int
+        Of a backward pass: by chunk, of how many microbatches that are held the forward pass came after this one's.
     """
 
     chunk: int
@@ -243,6 +245,7 @@ class Moment(NamedTuple):
     held: tuple[int, ...]
     pending: tuple[int, ...]
     ahead: int = 0
+    later: tuple[int, ...] = ()
 
     def nbytes(self, kept: Sequence[float], pending: Sequence[float]) -> float:
         """Return the bytes of what is held, by those that one microbatch has in each chunk."""
@@ -253,8 +256,8 @@ class Moment(NamedTuple):
 def _fullest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Return the moments of a rank but those for which another of the same kind holds no less of anything."""
     found: defaultdict[tuple[int, Op], list[tuple[tuple[int, ...], Moment]]] = defaultdict(list)
-    for m in sorted(moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead):
-        every, kin = (*m.held, *m.pending, m.ahead), found[m.chunk, m.op]
+    for m in sorted(moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead - sum(m.later)):
+        every, kin = (*m.held, *m.pending, m.ahead, *m.later), found[m.chunk, m.op]
         if not any(all(map(le, every, other)) for other, _ in kin):
             kin.append((every, m))
     return tuple(m for kin in found.values() for _, m in kin)
@@ -315,6 +318,8 @@ class Dependencies:
         waiting: dict[Message, int] = {}
         last, at = [0] * schedule.ranks, [0] * schedule.ranks
         held, pending = ([[0] * len(chunks) for chunks in schedule.chunks] for _ in range(2))
+        passed = [[0] * len(chunks) for chunks in schedule.chunks]  # forward passes
+        before: dict[tuple[int, int, int], tuple[int, ...]] = {}  # those with which a microbatch's ended
         moments: list[set[Moment]] = [set() for _ in held]
         ahead = [_ahead(order) for order in schedule.orders]
         ready = deque(range(schedule.ranks))
@@ -355,9 +360,15 @@ class Dependencies:
                     if i.op not in COMPUTE:
                         continue
                     now, later = held[rank], pending[rank]
-                    now[i.chunk] += i.op is Op.FORWARD
-                    kind = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op
-                    moments[rank].add(Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n]))
+                    kind, since = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op, ()
+                    if i.op is Op.FORWARD:
+                        now[i.chunk] += 1
+                        passed[rank][i.chunk] += 1
+                        before[rank, i.chunk, i.microbatch] = tuple(passed[rank])
+                    elif kind is Op.BACKWARD:
+                        then = before.pop((rank, i.chunk, i.microbatch))
+                        since = tuple(min(k, n - m) for k, n, m in zip(now, passed[rank], then, strict=True))
+                    moments[rank].add(Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n], since))
                     now[i.chunk] -= kind is Op.BACKWARD
                     later[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)
         if waiting:

@@ -149,7 +149,7 @@ class Bounds:
             pending = [stage.made if "activations" in kinds else stage.pending for stage in stages]
             pending = [max(0, nbytes - more) for nbytes, more in zip(pending, again, strict=True)]
             absent = [0] * len(stages)
-            if model.target == "cpu":  # ranks of one host may have buckets of gradients in memory that they share
+            if self._shares(c):
                 absent = [max(sum(left[t].gradients for t in of) for of in own if s in of) for s in range(len(stages))]
             needed = [self._needed(c, kinds, lack, *cut) for lack, cut in zip(absent, cuts, strict=True)]
             buffers = [stage.transient for stage in stages]
@@ -198,7 +198,7 @@ class Bounds:
             if c.pipeline > 1:
                 rest = Rest(*(sum(getattr(part, name) for part in every[a:b]) for name in Rest._fields))
             own, transient, behind = parts[a:b], 0, 0
-            absent = sum(part.weights for part in own) if model.target == "cpu" else 0  # as in `within`
+            absent = sum(part.weights for part in own) if self._shares(c) else 0
             for part in reversed(own):  # its gradients may go as they are made; those that rest stay in their buckets
                 transient = max(transient, part.transient - math.ceil(ratio * max(part.weights, absent)) - behind)
                 behind += part.kept
@@ -294,6 +294,11 @@ class Bounds:
                 forward = max(forward, left.forward - own[1] + next_one - absent - ends)
                 backward = max(backward, (0 if later else left.backward + before - made) - ends)
         return forward, backward
+
+    def _shares(self, c: Candidate) -> bool:
+        """Return True if buckets of gradients may be in memory that ranks of one host share."""
+        alone = c.sequence * (c.tensor.ranks or 1) == 1 and (c.zero > 0 or c.data == 1)
+        return self.model.target == "cpu" and not alone
 
     def _gathered_again(self, c: Candidate, kinds: Collection[str], parts: Sequence[Part]) -> int:
         """Return the bytes of weights, at the most, that layers keep at work in the traces and that are gathered again

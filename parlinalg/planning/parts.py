@@ -153,7 +153,8 @@ class Late(NamedTuple):
 class Left(NamedTuple):
     """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`, `transient`
     and `late` as of a `Part`.  `forward` and `backward` are those at the peak of each pass beside what rests, with
-    ZeRO's stage 3 from the first gather on that the pass waits for."""
+    ZeRO's stage 3 from the first gather on that the pass waits for.  `away` are those that are offloaded of what only
+    gradients of weights need, where these come later."""
 
     kept: int
     pending: int
@@ -161,6 +162,7 @@ class Left(NamedTuple):
     late: Late
     forward: int
     backward: int
+    away: int
 
 
 class Tie(NamedTuple):
@@ -209,7 +211,7 @@ class Part:
     late : Late
     left : Left or None
         What stays then, by a pass that offloads them, to a store that brings back no array before it is in use; None
-        if there are no blocks.
+        of a stage without blocks on a rank that has some, or where activations are not offloaded.
     largest, small : int
         Bytes of the largest block of a parameter, and of those that are too small to be offloaded.
     count : int
@@ -232,8 +234,8 @@ class Part:
         Bytes by place, "host" and "disk": at rest and of a microbatch.
     moves : dict of str to dict of str to int
         By span, "forward", "backward" and "update", the bytes that come and go, by the kernel of `machine.OFFLOADS`.
-    queue : tuple of two ints
-        `away` and `array`, if they wait for a disk in this memory.
+    queue : tuple of three ints
+        `away`, that of `left`, and `array`, if they wait for a disk in this memory.
     tiled : tuple of two ints
         Bytes of the states that come and go in tiles, and of those tiles that a rank has room for in this memory.
     """
@@ -263,7 +265,7 @@ class Part:
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    queue: tuple[int, int] = (0, 0)
+    queue: tuple[int, int, int] = (0, 0, 0)
     tiled: tuple[int, int] = (0, 0)
     _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -333,7 +335,7 @@ class Part:
             kept, pending, transient, late, *_ = self.left
         moving = in_transit(places, values, terms, self.largest)
         transient, late = transient + moving, Late(*(n + moving for n in late))
-        rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0), (0, 0)
+        rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
         for (span, kind), (come, go) in offload_moves(places, values, terms, states, self.away).items():
             to_disk = places[kind] == "disk"
@@ -346,7 +348,8 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            queue = (0, 0) if device else (self.away, self.array)  # a device's copies are waited for
+            if not device and self.left is not None:  # a device's copies are waited for
+                queue = self.away, self.left.away, self.array
         if (place := places.get("parameters")) is not None:
             rest[place] += values + terms
             weights, held = weights - values, held - terms
@@ -403,15 +406,19 @@ def host_tiles(states: int, weights: int) -> int:
     return (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)
 
 
-def queued(away: float, array: float, others: float = 0) -> int:
+def queued(away: float, array: float, others: float = 0, later: float = 0, forward: bool = False) -> int:
     """Return the most bytes of offloaded activations that wait for a disk, or came from it ahead of their use.
 
-    So many are away of the microbatch that is computed, in the largest array, and of other microbatches.  The arrays
-    that wait to be written have at most `QUEUE` bytes, or are one array.  Those read ahead have at most so many before
-    the last of them; they come in the reverse order, so that of this microbatch those that wait to be written are the
-    first of them.
+    So many are away of the microbatch that is computed, in the largest array, and of other microbatches; of these the
+    forward pass of so many came later.  Arrays are written in the order in which they were saved, but for those that
+    nobody needs any more, as soon as those that wait have more than `QUEUE` bytes, or are one array: so that the last
+    ones wait.  Those read ahead have at most so many before the last of them; they come in the reverse order, so that
+    of this microbatch those that wait are the first of them.
     """
-    return round(min(away, QUEUE + array) + min(others, max(QUEUE, array)))
+    most = max(QUEUE, array)
+    if forward:
+        return round(min(away + others, most))
+    return round(min(away, QUEUE + array) + min(others, most, max(later, most - away)))
 
 
 class NoDisk(ProbeStore):
@@ -492,7 +499,8 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
+    update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(), ends: bool = False,
+    probe: bool = True,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -519,6 +527,10 @@ def trace_part(
         The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
     left : frozenset of int
         Of these the ones that the rank reduces and updates with the other stage.
+    ends : bool
+        Whether the pipeline rank has no blocks, but layers of the model's ends: then these offload their activations.
+    probe : bool
+        Whether it is traced what blocks leave in memory that offload their activations.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -531,7 +543,8 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left)
+        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends)
+        run.blocks = run.blocks if probe else []
         return run.part(rows, given, update)
 
 
@@ -571,7 +584,7 @@ class _Run:
 
     def __init__(
         self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
-        first: bool, last: bool, shared: frozenset[int], left: frozenset[int],
+        first: bool, last: bool, shared: frozenset[int], left: frozenset[int], ends: bool,
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
         self.first, self.last, self.grid = first, last, mesh.grid
@@ -593,7 +606,7 @@ class _Run:
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None
-        self.message = self.away = self.begun = self.ahead = 0
+        self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
         self.gathers: list[int] = []
         """Bytes of the gathers that a microbatch starts together."""
@@ -603,7 +616,8 @@ class _Run:
         found = [(int(p.storage.nbytes(p.data).value), largest(p) < SMALL) for p in self.parameters]
         self.largest = max((n for n, _ in found), default=0)
         self.small = sum(n for n, small in found if small)
-        self.blocks = [b for b in getattr(model, "blocks", ()) if id(b) in modules]
+        blocks = own if ends else [b for b in getattr(model, "blocks", ()) if id(b) in modules]
+        self.blocks = [b for b in blocks if next(iter(b.parameters()), None) is not None]
         self.positions = None if order is None else BatchPositions(order)
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
@@ -677,8 +691,9 @@ class _Run:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
             transient = max(0, max(self.peaks[0], self._peak(), after) - rest - kept)
-            last = self.deferred(rows, given, rest, kept, after) if update and not self.alone else (0, Late())
-            return self.away, probe.array, Left(kept, last[0], transient, last[1], *(n - rest for n in self.peaks))
+            peaks, self.later = [n - rest for n in self.peaks], 0
+            last = self.deferred(rows, given, rest, kept, after, probe) if update and not self.alone else (0, Late())
+            return self.away, probe.array, Left(kept, last[0], transient, last[1], *peaks, self.later)
 
     def _watch(self, gatherer: WeightGatherer) -> None:
         """Note the bytes of what is gathered ahead."""
@@ -750,7 +765,9 @@ class _Run:
                 self.peaks = forward, self.world.peak_memory
         return kept
 
-    def deferred(self, rows: int, given: Between | None, rest: int, kept: int, after: int) -> tuple[int, Late]:
+    def deferred(
+        self, rows: int, given: Between | None, rest: int, kept: int, after: int, probe: ActivationProbe | None = None
+    ) -> tuple[int, Late]:  # fmt: skip
         """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
 
         `rest` and `after` are as of `offloaded`, and `kept` is what is kept from the forward pass on.
@@ -772,6 +789,7 @@ class _Run:
                 unit.backward(grads, later=True)
                 unit.input_gradients()
             grads.clear()
+            self.later = 0 if probe is None else probe.nbytes
             inputs, pending = self._peak(), max(0, world.device.held - held)
             world.reset_peak()
             unit.parameters()

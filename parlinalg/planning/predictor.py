@@ -160,15 +160,15 @@ class Predictor:
         stages: list[Figures] = []
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
-        ties = model.ties_of_stages(c, spec)
+        more = model.of_stages(c, spec)
         for s, (a, b) in enumerate(model.cuts(spec)):
-            key = tuple(keys[a:b]), given, *ties[s].values()
+            key = tuple(keys[a:b]), given, *more[s].values()
             if key not in known:
                 first, last = longest_run(keys, (a, b))
                 holder = 0 if spec.schedule is None else spec.schedule.holder(s)
                 figures = []
                 for few in counts if last - first > counts[-1] else (last - first,):
-                    part = model.whole(c, layers=(a, b), skip=(first + few, last), given=given, stage=holder, **ties[s])
+                    part = model.whole(c, layers=(a, b), skip=(first + few, last), given=given, stage=holder, **more[s])
                     figures.append(self._offloading_figures(part, c, apart=c.microbatches == 1))
                 known[key] = _line(figures, counts, last - first), part.output
             figure, given = known[key]
@@ -355,7 +355,7 @@ class Predictor:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
         made |= zip(LATE.values(), part.late, strict=True)
-        made["away"], made["array"] = part.queue
+        made["away"], made["away late"], made["array"] = part.queue
         made["tiled"], made["tiles"] = part.tiled
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
         for i, (tie, rest) in enumerate(zip(part.ties, part.tied_at_rest(), strict=True)):
@@ -374,7 +374,7 @@ class Predictor:
     def _held(self, c: Candidate, spec: MeshSpec, parts: Sequence[Part]) -> Held:
         if spec.schedule is None:
             (part,) = parts
-            transient = part.transient + queued(*part.queue) + min(part.tiled)
+            transient = part.transient + queued(part.away, part.array) * (part.queue[0] > 0) + min(part.tiled)
             memory = _memory(part.weights, part.gradients, part.states, part.kept, transient)
             host, disk = (part.elsewhere[p] + part.elsewhere_kept[p] for p in ("host", "disk"))
             return Held(memory=memory, host=host, disk=disk)
@@ -515,14 +515,17 @@ class _InFlight(NamedTuple):
         `Part`; and what passes at a moment.
         """
 
-        def at(graph: Dependencies) -> tuple[float, float]:
-            found = [(m.nbytes(kept, pending), beside(m)) for m in graph.moments[rank]]
-            return max(found, key=sum, default=(0.0, 0.0))
+        def fullest(graph: Dependencies) -> Moment | None:
+            return max(graph.moments[rank], key=lambda m: m.nbytes(kept, pending) + beside(m), default=None)
 
-        held, passing = at(self.graph)
-        if self.fewer is not None:
-            held += self.rounds * (held - at(self.fewer)[0])
-        return held, passing
+        most = fullest(self.graph)
+        if most is None:
+            return 0.0, 0.0
+        if self.fewer is not None and (before := fullest(self.fewer)) is not None and before[:2] == most[:2]:
+            each = ((getattr(m, name) for m in (most, before)) for name in ("held", "pending", "later"))
+            held, left, later = (tuple(n + self.rounds * (n - m) for n, m in zip(*both, strict=True)) for both in each)
+            most = most._replace(held=held, pending=left, later=later)
+        return most.nbytes(kept, pending), beside(most)
 
 
 def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) -> float:
@@ -531,9 +534,11 @@ def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) 
     Messages have so many bytes; `late` says whether gradients of weights come later.
     """
     own = figures[m.chunk]
-    away = [f["away"] for f in figures]
-    others = m.nbytes(away, away) - own["away"]
-    queue = queued(own["away"], max(f["array"] for f in figures), others)
+    away, left = ([f[name] for f in figures] for name in ("away", "away late"))
+    here = (left if m.op is Op.BACKWARD_WEIGHT else away)[m.chunk]
+    others = m.nbytes(away, left) - here
+    later = sum(n * nbytes for n, nbytes in zip(m.later, away, strict=True)) if m.later else others
+    queue = queued(here, max(f["array"] for f in figures), others, later, m.op is Op.FORWARD)
     return m.ahead * message + own[LATE[m.op] if late else "transient"] + queue
 
 

@@ -15,7 +15,7 @@ from parlinalg.errors import ParlinalgError
 from parlinalg.pipeline.schedule import FLUSHED, forward_then_backward
 from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
-from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload
+from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, given_offload
 from parlinalg.planning.machine import Machine
 from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, ties, trace_part, warn
 from parlinalg.planning.timeline import Timeline, timeline
@@ -99,6 +99,8 @@ class TracedModel:
         self._ties: dict[str | None, list[frozenset[int]]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._shortens: dict[tuple[str | None, int], bool] = {}
+        given = given_offload(config)
+        self._may_offload_activations = "activations" in dict(given) if given else bool(self.homes)
 
     # -------------------------------------------------------------------------------------------- the model
     def declared(self, dtype: str | None) -> tuple[list[Any], Any]:
@@ -224,7 +226,7 @@ class TracedModel:
         return found
 
     def _trace_alone(self, config: TrainingConfig, **more: Any) -> Part:
-        return trace_part(config, self.inputs, 1, 1, node=1, target=self.target, **more)
+        return trace_part(config, self.inputs, 1, 1, node=1, target=self.target, probe=False, **more)
 
     def kept_by(self, recompute: str | None) -> tuple[float, float]:
         """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
@@ -281,7 +283,7 @@ class TracedModel:
 
     def rounds(self, c: Candidate) -> int:
         """Return the microbatches that are simulated: all, or a few times the ranks of the pipeline."""
-        few = (3 if c.pipeline < 32 else 2) * c.pipeline
+        few = (4 if c.schedule == "zb-v" else 3 if c.pipeline < 32 else 2) * c.pipeline  # ZB-V takes longer to repeat
         return c.microbatches if c.pipeline == 1 or c.asked is not None or c.microbatches <= few else few
 
     def cuts(self, spec: MeshSpec) -> list[Cut]:
@@ -306,8 +308,9 @@ class TracedModel:
         if layers is not None and (found := self.shortened(config, layers, skip)) is not None:
             config, layers, skip = *found, (0, 0)
         made = trace_part(
-            config, self.inputs, ranks, rows, layers=layers, skip=skip, node=self.node, target=self.target, **more
-        )
+            config, self.inputs, ranks, rows, layers=layers, skip=skip, node=self.node, target=self.target,
+            probe=self._may_offload_activations, **more,
+        )  # fmt: skip
         self.events += len(made.trace.events)
         return made
 
@@ -362,15 +365,27 @@ class TracedModel:
         parts: list[Part] = []
         given: Between | None = None
         known: dict[Any, Part] = {}
-        ties = self.ties_of_stages(c, spec)
+        more = self.of_stages(c, spec)
         for s, (a, b) in enumerate(self.cuts(spec)):
-            key = (tuple(keys[a:b]), given, *ties[s].values())
+            key = (tuple(keys[a:b]), given, *more[s].values())
             if key not in known:
-                part = self.whole(c, layers=(a, b), given=given, stage=spec.schedule.holder(s), **ties[s])
+                part = self.whole(c, layers=(a, b), given=given, stage=spec.schedule.holder(s), **more[s])
                 known[key] = self.offloading(part, c)
             parts.append(known[key])
             given = known[key].output
         return parts
+
+    def of_stages(self, c: Candidate, spec: MeshSpec) -> list[dict[str, Any]]:
+        """Return for each stage what its trace takes of the others of its rank, by the arguments of `trace_part`."""
+        if spec.schedule is None:
+            return [{}]
+        ties, cuts = self.ties_of_stages(c, spec), self.cuts(spec)
+        if min(b - a for a, b in cuts) > 1 or self.config.model.name not in LANGUAGE:
+            return [*ties]
+        bare = [b - a <= (a == 0) + (b == self.depth) for a, b in cuts]
+        on_rank = [[k.stage for k in chunks] for chunks in spec.schedule.chunks]
+        ends = {s for s in range(len(cuts)) if all(all(bare[t] for t in own) for own in on_rank if s in own)}
+        return [{**of, "ends": True} if s in ends else of for s, of in enumerate(ties)]
 
     def ties_of_stages(self, c: Candidate, spec: MeshSpec) -> list[dict[str, frozenset[int]]]:
         """Return for each stage which of the tied parameters the stages of one rank share, as `trace_part` takes it.
