@@ -360,7 +360,8 @@ class Dependencies:
                     if i.op not in COMPUTE:
                         continue
                     now, later = held[rank], pending[rank]
-                    kind, since = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op, ()
+                    kind = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op
+                    since: tuple[int, ...] = ()
                     if i.op is Op.FORWARD:
                         now[i.chunk] += 1
                         passed[rank][i.chunk] += 1

@@ -521,10 +521,13 @@ class _InFlight(NamedTuple):
         most = fullest(self.graph)
         if most is None:
             return 0.0, 0.0
-        if self.fewer is not None and (before := fullest(self.fewer)) is not None and before[:2] == most[:2]:
-            each = ((getattr(m, name) for m in (most, before)) for name in ("held", "pending", "later"))
-            held, left, later = (tuple(n + self.rounds * (n - m) for n, m in zip(*both, strict=True)) for both in each)
-            most = most._replace(held=held, pending=left, later=later)
+        if self.fewer is not None and (before := fullest(self.fewer)) is not None:
+            names = ("held", "pending", *["later"] * (len(most.later) == len(before.later)))
+            more: dict[str, Any] = {}
+            for name in names:
+                both = zip(getattr(most, name), getattr(before, name), strict=True)
+                more[name] = tuple(n + self.rounds * (n - m) for n, m in both)
+            most = most._replace(**more)
         return most.nbytes(kept, pending), beside(most)
 
 
@@ -534,12 +537,15 @@ def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) 
     Messages have so many bytes; `late` says whether gradients of weights come later.
     """
     own = figures[m.chunk]
+    passing = m.ahead * message + own[LATE[m.op] if late else "transient"]
+    if not any(f["away"] for f in figures):  # nothing waits for a disk
+        return passing
     away, left = ([f[name] for f in figures] for name in ("away", "away late"))
     here = (left if m.op is Op.BACKWARD_WEIGHT else away)[m.chunk]
     others = m.nbytes(away, left) - here
     later = sum(n * nbytes for n, nbytes in zip(m.later, away, strict=True)) if m.later else others
     queue = queued(here, max(f["array"] for f in figures), others, later, m.op is Op.FORWARD)
-    return m.ahead * message + own[LATE[m.op] if late else "transient"] + queue
+    return passing + queue
 
 
 def _simulated(
