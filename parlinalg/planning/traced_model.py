@@ -369,7 +369,8 @@ class TracedModel:
         for s, (a, b) in enumerate(self.cuts(spec)):
             key = (tuple(keys[a:b]), given, *more[s].values())
             if key not in known:
-                part = self.whole(c, layers=(a, b), given=given, stage=spec.schedule.holder(s), **more[s])
+                holder = spec.schedule.holder(s) if self.target == "cpu" or self.ranks > self.node else 0
+                part = self.whole(c, layers=(a, b), given=given, stage=holder, **more[s])  # on one node all are alike
                 known[key] = self.offloading(part, c)
             parts.append(known[key])
             given = known[key].output
