@@ -156,7 +156,9 @@ class Bounds:
             tied = [[sum(self._left(c, tie, kinds)) for tie in stage.ties] for stage in stages]
             rest = [sum(sum(left[s]) for s in held) - _more_than_once([tied[s] for s in held]) for held in own]
             need = max(
-                here + _activations(of_rank, message, held, *([x[s] for s in of] for x in (pending, buffers, needed)))
+                here + _activations(
+                    of_rank, message, held, [pending[s] for s in of], [buffers[s] for s in of], [needed[s] for s in of]
+                )
                 for here, of_rank, held, of in zip(rest, moments, kept, own, strict=True)
             )  # fmt: skip
             least = min(least, need)

@@ -635,7 +635,8 @@ class _Run:
         with world.trace() as trace:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
-            passes, gathered = self._peak(), (*self.gathers, 0, 0)[:2]
+            forward, backward, *_ = *self.gathers, 0, 0
+            passes, gathered = self._peak(), (forward, backward)
             if update:
                 with span("end"):
                     self.microbatch(rows, given, sync=self.alone)
@@ -691,9 +692,10 @@ class _Run:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
             transient = max(0, max(self.peaks[0], self._peak(), after) - rest - kept)
-            peaks, self.later = [n - rest for n in self.peaks], 0
+            (forward, backward), self.later = self.peaks, 0
             last = self.deferred(rows, given, rest, kept, after, probe) if update and not self.alone else (0, Late())
-            return self.away, probe.array, Left(kept, last[0], transient, last[1], *peaks, self.later)
+            late = Left(kept, last[0], transient, last[1], forward - rest, backward - rest, self.later)
+            return self.away, probe.array, late
 
     def _watch(self, gatherer: WeightGatherer) -> None:
         """Note the bytes of what is gathered ahead."""
