@@ -254,6 +254,19 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     return whole.reshape(comm.size, size)[comm.rank]
 
 
+def lasting(comm: Comm, size: int, dtype: Any) -> Any:
+    """Return an array of so many elements that every rank of `comm` sees; None on all where it cannot be had.
+
+    Collective: all ranks ask for the same.  Its elements are arbitrary.  The memory lasts as long as it, or a view of
+    it, on any rank.
+    """
+    own = -(-size * np.dtype(dtype).itemsize // comm.size)
+    if not _possible(comm) or own * comm.size < tunables.SHARED_BYTES:
+        return None
+    memory = _made(comm, own * comm.size, own)
+    return None if memory is None else _array(memory, dtype, size)
+
+
 def beside(comm: Comm, buffer: Any) -> Any:
     """Return, for a part of an array of `terms`, that part on all ranks, in their order: [ranks, n]; else None."""
     whole = buffer.base
