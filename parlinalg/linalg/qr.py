@@ -169,8 +169,9 @@ def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
         gram.reshape(-1)[:: len(gram) + 1] -= 1
         real = gram.dtype.kind != "c"  # whose sizes need no array
         sound = not gram.size or bool(max(gram.max(), -gram.min()) < NEAR if real else abs(gram).max() < NEAR)
-    del gram
-    return kernels.adjoint(last) @ kernels.adjoint(first), sound, last
+    product = first @ last
+    del gram, first
+    return kernels.adjoint(product), sound, last
 
 
 def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:

@@ -534,8 +534,12 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     x = as_matrix(x, "pinv")
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
-    inverse = reciprocals(s, kept)
-    return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
+    v = vh.mT.conj()
+    del vh
+    v = v * reciprocals(s, kept)[..., None, :]
+    uh = u.mT.conj()
+    del u
+    return matmul(v, uh)
 
 
 @of_arrays
