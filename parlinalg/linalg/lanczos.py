@@ -359,11 +359,11 @@ class _KrylovSpace:
 
     def _another(self, least: float) -> tuple[DistArray, Any]:
         """Return what a random vector has beside the basis, and its length, which is more than `least`."""
-        size: Any = 0.0
-        while size <= least:
+        while True:
             w = self.draws.normal(size=self.n, grid=self.v.grid, layout=self.v.layout).astype(self.v.dtype)
             w, _, size = self.basis.orthogonalized(w)
-        return w, size
+            if size > least or not self.v.grid.backend.values:
+                return w, size
 
     def restart(self, values: np.ndarray, s: np.ndarray, kept: np.ndarray, anew: bool = False) -> None:
         """Begin again with some of the Ritz vectors, the columns `kept` of Q S, and the next vector.
