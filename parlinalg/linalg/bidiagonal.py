@@ -15,7 +15,7 @@ from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
-from parlinalg.linalg.eigh import LESS, PANEL, TOGETHER, Kept, Reduction, first, reflector, share, to_tiles
+from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, reflector, share, to_tiles
 from parlinalg.linalg.tiles import Board, Deal, Tiles, indexer
 
 TALL = 1.5

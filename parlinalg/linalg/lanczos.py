@@ -197,10 +197,10 @@ def eigsh(
         False for the eigenvalues alone.
 
     A step takes one product and two all-reduces (Lanczos with thick restarts and full orthogonalization: Wu and Simon
-    2000).  One vector to begin with may miss copies of an eigenvalue that occurs several times.  So once the values have
-    converged, three tenths of the products so far, in one basis at most, go to a random vector that is orthogonal to
-    their vectors; what is better than the last of them is found too, and looked beside again.  That makes copies likely,
-    not certain, and is not done for "SM"; `lobpcg` takes several vectors.  Arguments are those of
+    2000).  One vector to begin with may miss copies of an eigenvalue that occurs several times.  Once the values have
+    converged, three tenths as many products, in one basis at most, begin with a random vector orthogonal to theirs;
+    what is better than the last of them is found too, and then this is done again.  It makes copies likely, not
+    certain, and is not done for "SM"; `lobpcg` takes several vectors.  Arguments are those of
     `scipy.sparse.linalg.eigsh`.
 
     Raises

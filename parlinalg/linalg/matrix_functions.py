@@ -277,8 +277,8 @@ def sqrtm(x: DistArray, /) -> DistArray:
     of the size n ε ‖X‖².  The root lies like A.
 
     Positive eigenvalues keep their roots, however small.  Of a complex Hermitian matrix those from -n ε ‖A‖ to 0 count
-    as 0, of any real matrix those from -10 n ε ‖A‖: rounding makes such eigenvalues of a matrix that has a real root, as
-    of B @ B.T of less than full rank.
+    as 0, of any real matrix those from -10 n ε ‖A‖: rounding makes such eigenvalues of a matrix that has a real root,
+    as of B @ B.T of less than full rank.
     They are elements of the diagonal of the (Schur) form, which is that of A with an error of the size n ε ‖A‖, and
     turning them into 0 changes A by no more than their size in the 2-norm: X is the real root of a matrix as near to A
     as rounding.  `scipy.linalg.sqrtm` returns a complex root there, with imaginary parts up to the root of n ε ‖A‖, as

@@ -17,6 +17,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, blocks, costs, divide
 from parlinalg.linalg.blocks import Machine, Time
 from parlinalg.linalg.costs import Costs
+from parlinalg.linalg.eigh import PANEL, TOGETHER, Kept
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
@@ -249,7 +250,10 @@ def _held(plan: LinalgPlan) -> tuple[int, int, int]:
         return rest, 0, rest + more
     if first is None:
         if plan.pivoting:
-            return (rest, rest, 3 * rest + square) if p == 1 else (rest, rest, max(rest + square // 2, 2 * square))
+            if p == 1:  # LAPACK
+                return rest, rest, 3 * rest + square
+            rows, columns = plan.deal.most(plan.m, plan.n)
+            return rest, rows * columns, max(rest + rest // p + square // 2, 2 * square)
         tiles, more = _decomposed(plan.deal, m, n, p, complex_)
         return rest, tiles, more
     rows, columns = first.most(m, n)
@@ -258,8 +262,9 @@ def _held(plan: LinalgPlan) -> tuple[int, int, int]:
     if plan.alone:
         inner = 0, 7 * whole
     formed = rows * columns + 2 * square + (rest if first.R == 1 and p > 1 else first.size * n + square * (p == 1))
+    tiles = max(rows * columns, inner[0])
     extra = rest if plan.m < plan.n and complex_ and plan.routine == "svd" else 0  # Aᴴ
-    return rest, max(rows * columns, inner[0]), kept + max(formed - rows * columns, sum(inner)) + extra
+    return rest, tiles, kept + max(formed, sum(inner), tiles) - tiles + extra
 
 
 def _decomposed(deal: Deal, m: int, n: int, p: int, complex_: bool) -> tuple[int, int]:
@@ -267,9 +272,9 @@ def _decomposed(deal: Deal, m: int, n: int, p: int, complex_: bool) -> tuple[int
     if p == 1:
         return m * n, m * n + n * n + (5 * n * n // 2 if complex_ else 3 * n * n)
     rows, columns = deal.most(m, n)
-    square, together = -(-n * n // p), bidiagonal.PANEL * bidiagonal.TOGETHER
+    square, together = -(-n * n // p), PANEL * TOGETHER
     parts = (np.arange(rows) * deal.R, np.arange(deal.most(n, n)[0]) * deal.R)
-    kept = sum(bidiagonal.Kept.size(each, n) for each in parts) // deal.C
+    kept = sum(Kept.size(each, n) for each in parts) // deal.C
     step = max(divide.STRIP // 4, min(divide.STRIP, n // p // 4))
     merged = 5 * square // 2 + 3 * n * step
     merged = n * (together + 1) + (merged // 2 if complex_ else merged)
