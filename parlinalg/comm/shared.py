@@ -271,8 +271,8 @@ def lasting(comm: Comm, size: int, dtype: Any) -> Any:
     if not all(comm.share(free, others="alike")):
         held.kept = None
         held.kept = _made(comm, own * comm.size, own)
-        if held.kept is None:
-            return None
+    if held.kept is None:
+        return None
     found = _array(held.kept, dtype, size)
     held.lasting = weakref.ref(found)
     return found
