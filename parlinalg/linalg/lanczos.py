@@ -275,7 +275,8 @@ def _lanczos(
         converged = (bounds[wanted] <= enough[wanted]).all() if assumed is None else turn + 1 + check >= turns
         wanted = np.sort(wanted)
         done = held == n or (converged and (not check or turn + 1 == turns))
-        if known is not None and assumed is None and (np.abs(values[wanted] - known) <= 10 * enough[wanted]).all():
+        rounding = 10 * n**0.5 * enough[wanted]
+        if known is not None and assumed is None and (np.abs(values[wanted] - known) <= rounding).all():
             done, values, s, wanted = True, known, np.eye(space.size), np.arange(k)
         if done:
             power = space.times.exponents
