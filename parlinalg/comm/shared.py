@@ -41,6 +41,10 @@ class Common:
     in_use: bool = field(default=False)
     crowded: bool | None = None
     """True if ranks outnumber cores on all ranks' word; None before they are asked."""
+    kept: mmap.mmap | ImaginedMemory | None = None
+    """The memory of the last array that lasted, for the next one."""
+    lasting: Any = None
+    """A weak reference to that array, which its views hold."""
     turn: int = 0
     """The number of times that the ranks have met by the counters at the start of the memory (`meet`)."""
 
@@ -252,6 +256,26 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     whole = _array(memory, dtype, comm.size * size)
     comm.terms[:] = [*(ref for ref in comm.terms if ref() is not None), weakref.ref(whole)]
     return whole.reshape(comm.size, size)[comm.rank]
+
+
+def lasting(comm: Comm, size: int, dtype: Any) -> Any:
+    """Return an array of so many elements that every rank of `comm` sees; None on all where it cannot be had.
+
+    Collective: all ranks ask for the same.  Its elements are arbitrary.  It is its ranks' as long as one of them has it
+    or a view of it; then the next one may get the same memory, since new pages cost as much as copies.
+    """
+    held, own = _held(comm), -(-size * np.dtype(dtype).itemsize // comm.size)
+    if held is None or own * comm.size < tunables.SHARED_BYTES:
+        return None
+    free = held.kept is not None and held.lasting() is None and len(held.kept) >= own * comm.size
+    if not all(comm.share(free, others="alike")):
+        held.kept = None
+        held.kept = _made(comm, own * comm.size, own)
+    if held.kept is None:
+        return None
+    found = _array(held.kept, dtype, size)
+    held.lasting = weakref.ref(found)
+    return found
 
 
 def beside(comm: Comm, buffer: Any) -> Any:

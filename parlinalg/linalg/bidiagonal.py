@@ -43,7 +43,12 @@ class Bidiagonal(Reduction):
         m, n = self.shape = shape
         a = held.pop()
         super().__init__(tiles, n, a.dtype, keep)
-        self._left, self._right = Kept(tiles.rows(m)[tiles.i]), Kept(tiles.rows(n)[tiles.i])
+        parts = tiles.rows(m)[tiles.i], tiles.rows(n)[tiles.i]
+        sizes = [Kept.size(rows, n) for rows in parts]
+        room = self._room(sum(sizes))
+        both = (None, None) if room is None else (room[: sizes[0]], room[sizes[0] :])
+        self._left, self._right = (Kept(rows, tiles, each) for rows, each in zip(parts, both, strict=True))
+        del room, both
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
         if tiles.grid.inside:

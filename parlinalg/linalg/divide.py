@@ -154,7 +154,7 @@ def _turned(
     out[:, others], out[:, len(wanted) :] = known, last
     del w, known
     places = np.flatnonzero(wanted < k)
-    step = max(STRIP // 4, min(STRIP, len(out) // 2))
+    step = max(STRIP // 4, min(STRIP, len(out) // 4))
     for start in range(0, len(places), step):
         at = places[start : start + step]
         u, columns = vector(wanted[at], order), indexer(at)
@@ -164,6 +164,7 @@ def _turned(
                 found = factor @ u[j]
                 np.multiply(found, scale, out=found)
                 out[part, columns] = found
+        del u
     return out
 
 
@@ -279,15 +280,15 @@ def _vectors(lent: Board, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: n
 
     def columns(i: np.ndarray, order: np.ndarray) -> np.ndarray:
         u = _above(d[order], origin[i], gap[i])
-        return np.divide(exact[order][:, None], u, out=u)
+        return np.divide(exact[order], u, out=u).T
 
     return columns
 
 
 def _above(d: np.ndarray, origin: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    """Return how far each d lies above each root."""
-    found: np.ndarray = d[:, None] - origin
-    found -= gap
+    """Return how far each d lies above each root, those of a root in a row: long rows are faster."""
+    found: np.ndarray = d - origin[:, None]
+    found -= gap[:, None]
     return found
 
 
@@ -416,15 +417,15 @@ def _singular_vectors(lent: Board, d: np.ndarray, z: np.ndarray, near: np.ndarra
 
     def right(i: np.ndarray, order: np.ndarray) -> np.ndarray:
         v, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
-        np.divide(exact[order][:, None], v, out=v)
-        v *= np.divide(origin[i] + gap[i], above, out=above)  # times the root, that squares stay in range
-        return v
+        np.divide(exact[order], v, out=v)
+        v *= np.divide((origin[i] + gap[i])[:, None], above, out=above)  # times the root, that squares stay in range
+        return v.T
 
     def left(i: np.ndarray, order: np.ndarray) -> np.ndarray:
         u, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
-        np.divide(exact[order][:, None], u, out=u)
-        u *= np.divide(d[order][:, None], above, out=above)
-        u[order == 0] = -1
-        return u
+        np.divide(exact[order], u, out=u)
+        u *= np.divide(d[order], above, out=above)
+        u[:, order == 0] = -1
+        return u.T
 
     return [left, right]

@@ -19,6 +19,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
+from parlinalg.comm.shared import lasting
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
@@ -53,6 +54,11 @@ class Reduction(ABC):
         self.tiles, self.n, self.dtype, self.keep = tiles, n, dtype, keep
         real, self.xp = np.zeros(0, dtype).real.dtype, kernels.on_host(tiles.grid.backend)
         self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
+
+    def _room(self, size: int) -> Any:
+        """Return shared memory for reflections of the ranks of a grid row; None where there is none.  Collective."""
+        on_host = isinstance(self.d, np.ndarray) and self.tiles.grid.inside and self.keep
+        return lasting(self.tiles.across, size, self.dtype) if on_host else None
 
     @abstractmethod
     def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
@@ -126,7 +132,8 @@ class Tridiagonal(Reduction):
         self, tiles: Tiles, workers: Deal, half: Half | None, n: int, dtype: np.dtype[Any], keep: bool = True
     ) -> None:  # fmt: skip
         super().__init__(tiles, n, dtype, keep)
-        self._kept, self._half = Kept(tiles.rows(n)[tiles.i]), half
+        rows = tiles.rows(n)[tiles.i]
+        self._kept, self._half = Kept(rows, tiles, self._room(Kept.size(rows, n))), half
         if tiles.grid.inside:
             self._run(workers, max(n * min(PANEL, n), n + 2 * PANEL))
             self._kept.close()
@@ -501,17 +508,30 @@ def _run(numbers: np.ndarray) -> Any:
 class Kept:
     """Reflections in the order in which they were found, of some panels together: so that products of them are fast.
 
+    The ranks of a grid row have the same ones.  On one node these lie in shared memory, in which they take turns to
+    write.  No rank may use them before all have got all.
+
     Parameters
     ----------
     rows : array of int
         The numbers of this rank's rows.
+    tiles : Tiles
+        Where these lie.
+    room : array or None
+        Shared memory of the ranks of the grid row, of `size` elements.
     """
 
-    def __init__(self, rows: np.ndarray) -> None:
-        self._rows = rows
+    def __init__(self, rows: np.ndarray, tiles: Tiles, room: Any = None) -> None:
+        self._rows, self._tiles, self._room, self._turn = rows, tiles, room, 0
         self._open: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._closed: list[tuple[int, np.ndarray, np.ndarray]] = []
         """Row numbers, this rank's rows of V from there on, and the upper triangles T, one row behind the other."""
+
+    @staticmethod
+    def size(rows: np.ndarray, n: int) -> int:
+        """Return how many elements the reflections of n columns have in these rows."""
+        together = PANEL * TOGETHER
+        return sum((len(rows) - first(rows, k)) * min(together, n - k) for k in range(0, n, together))
 
     def add(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
         """Keep the reflections of a panel: row i of v, from element number k of vectors on, and tau[i]."""
@@ -533,7 +553,19 @@ class Kept:
             v[at : at + len(each), start - k :] = each
             at += len(each)
         t = triangle(v.T, np.concatenate(taus))[np.triu_indices(len(v))]
-        self._closed.append((k, xp.ascontiguousarray(v[:, indexer(self._rows[first(self._rows, k) :] - k)]).T, t))
+        self._closed.append((k, self._held(v, indexer(self._rows[first(self._rows, k) :] - k)).T, t))
+
+    def _held(self, v: np.ndarray, columns: Any) -> np.ndarray:
+        """Return these columns of v, in shared memory if there is some."""
+        if self._room is None:
+            found: np.ndarray = namespace(v).ascontiguousarray(v[:, columns])
+            return found
+        wide = columns.stop - columns.start if isinstance(columns, slice) else len(columns)
+        found, self._room = self._room[: len(v) * wide].reshape(len(v), wide), self._room[len(v) * wide :]
+        if self._turn % self._tiles.C == self._tiles.j:
+            found[:] = v[:, columns]
+        self._turn += 1
+        return found
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective.

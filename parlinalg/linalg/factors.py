@@ -583,14 +583,18 @@ class QRFactor(Factor):
         self.__dict__.pop("_r", None)
         return r
 
+    def drop_r(self) -> None:
+        """Drop R from the factorization, which then has Q alone."""
+        self._work.a = self._work.a[:, :0].copy()
+        self.__dict__.pop("_r", None)
+
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
         return self._q(columns)
 
     def only_q(self, columns: int | None = None) -> DistArray:
         """Return what `Q` does, but free R before it, and each reflection once it is applied."""
-        self._work.a = self._work.a[:, :0].copy()
-        self.__dict__.pop("_r", None)
+        self.drop_r()
         return self._q(columns, last=True)
 
     def _q(self, columns: int | None, last: bool = False) -> DistArray:
@@ -691,15 +695,16 @@ class QRFactor(Factor):
         triangular.substitute(self.tiles, r, self.tops, x, n, columns, lower=False, adjoint=adjoint)
         return self.tiles.home(x, self.tops, columns, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
-    def turned(self, b: DistArray) -> DistArray:
-        """Return Q b [m, k], for b of at most m rows, with the layout of b."""
+    def turned(self, b: DistArray, last: bool = False) -> DistArray:
+        """Return Q b [m, k], for b of at most m rows, with the layout of b; the `last` use frees the reflections."""
         m, columns = self.shape[0], self.tiles.columns(b.shape[1])
         tops = [x[x < b.shape[0]] for x in self.rows]
         x = top = self.tiles.bring(b, tops, columns)
         if self.grid.inside:
             x = self.grid.backend.zeros((len(self.rows[self.tiles.i]), top.shape[1]), top.dtype)
             x[: len(top)] = top
-            self._work.times(x)
+            del top
+            self._work.times(x, last=last)
         return self.tiles.home(x, self.rows, columns, (m, b.shape[1]), b.layout.with_partial(()))
 
 
@@ -915,8 +920,11 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
             inner, r, p = _pivoted(tall.R, mode)
             return matmul(tall.Q, inner).redistribute(layout), r, p
         work = QRFactor(x, keep=mode != "r")
-        *q, r, p = _pivoted(work.R, mode)
-        return *(work.turned(each) for each in q), r, p
+        triangle = work.R
+        work.drop_r()
+        *q, r, p = _pivoted(triangle, mode)
+        del triangle
+        return *(work.turned(each, last=True) for each in q), r, p
     factor = PivotedQRFactor(x)
     r, p = factor.R, factor.p
     if mode == "r":

@@ -52,6 +52,8 @@ WHICH: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "BE": lambda w: np.minimum(2 * np.arange(len(w))[::-1], 2 * np.arange(len(w)) + 1),
 }
 """By what eigenvalues, rising, come first; of "BE" the last, the first, the last but one and so on."""
+CHECK = 0.3
+"""Steps with a new vector, by the products before, that look for copies of eigenvalues in `eigsh`."""
 AGAIN = 4
 """Steps of `lobpcg` after which products with the vectors are computed, in place of combined from those before."""
 
@@ -195,8 +197,11 @@ def eigsh(
         False for the eigenvalues alone.
 
     A step takes one product and two all-reduces (Lanczos with thick restarts and full orthogonalization: Wu and Simon
-    2000).  Of an eigenvalue that occurs several times copies may be missed, as by any method that begins with one
-    vector; `lobpcg` finds them.  Arguments are those of `scipy.sparse.linalg.eigsh`.
+    2000).  One vector to begin with may miss copies of an eigenvalue that occurs several times.  Once the values have
+    converged, three tenths as many products, in one basis at most, begin with a random vector orthogonal to theirs;
+    what is better than the last of them is found too, and then this is done again.  It makes copies likely, not
+    certain, and is not done for "SM"; `lobpcg` takes several vectors.  Arguments are those of
+    `scipy.sparse.linalg.eigsh`.
 
     Raises
     ------
@@ -258,16 +263,22 @@ def _lanczos(
     eps, assumed = float(np.finfo(dtype).eps), assumed_steps(v)
     maxiter = 10 * n if maxiter is None else whole(f"{name}: maxiter", maxiter, 1)
     turns = maxiter if assumed is None else min(maxiter, assumed)
+    known: np.ndarray | None = None  # wanted values that converged, and that a new vector is to confirm
+    steps, check = held, which != "SM"
     for turn in range(turns):
-        space.expand()
-        values, s = np.linalg.eigh(space.t)
+        space.expand(steps)
+        values, s = np.linalg.eigh(space.t[: space.size, : space.size])
         order = np.argsort(WHICH[which](values), kind="stable")
         wanted = order[:k]
         bounds = np.abs(space.last * s[-1])
         enough = np.maximum(tol * np.maximum(np.abs(values), eps ** (2 / 3) * space.scale), eps * space.scale)
-        converged = (bounds[wanted] <= enough[wanted]).all() if assumed is None else turn + 1 == turns
-        if held == n or converged:
-            wanted = np.sort(wanted)
+        converged = (bounds[wanted] <= enough[wanted]).all() if assumed is None else turn + 1 + check >= turns
+        wanted = np.sort(wanted)
+        done = held == n or (converged and (not check or turn + 1 == turns))
+        rounding = 10 * n**0.5 * enough[wanted]
+        if known is not None and assumed is None and (np.abs(values[wanted] - known) <= rounding).all():
+            done, values, s, wanted = True, known, np.eye(space.size), np.arange(k)
+        if done:
             power = space.times.exponents
             found = np.ldexp(values[wanted], -power) if inverse is None else inverse.eigenvalues(values[wanted], power)
             rising = np.argsort(found)
@@ -278,10 +289,15 @@ def _lanczos(
             if inverse is not None:
                 _check_pairs(A, w, x, sigma, max(eps**0.5, tol))  # type: ignore[arg-type]
             return EighResult(w, x) if vectors else w
-        space.restart(values, s, order[: min(held - 1, k + max(1, (held - k) // 2))])
-    done = int((bounds[wanted] <= enough[wanted]).sum())
+        if converged:
+            known, steps = values[wanted], min(held, k + math.ceil(CHECK * space.products))
+            space.restart(values, s, wanted, anew=True)
+        else:
+            known, steps = None, held
+            space.restart(values, s, order[: min(space.size - 1, k + max(1, (held - k) // 2))])
+    count = int((bounds[wanted] <= enough[wanted]).sum())
     what = "eigenvalues" if name == "eigsh" else "singular values"
-    raise LinAlgError(f"{name}: {done} of {k} {what} converged in {maxiter} restarts; raise maxiter or ncv")
+    raise LinAlgError(f"{name}: {count} of {k} {what} converged in {maxiter} restarts; raise maxiter or ncv")
 
 
 class _KrylovSpace:
@@ -305,6 +321,8 @@ class _KrylovSpace:
         The length of the next vector beside the basis; 0 if there is none.
     scale : float
         The largest element of T.
+    size, products : int
+        The vectors of the basis, and the products that were taken.
     """
 
     def __init__(
@@ -314,14 +332,17 @@ class _KrylovSpace:
         self.times = Scaled(lambda x: product(times(x), v.shape, v, v.layout, v.dtype, f"{name}: A x"), vectors)
         self.basis, self.t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
         self.basis.append(v, size)
-        self.draws, self.last, self.scale = default_rng(0), 0.0, 1.0
+        self.draws, self.last, self.scale = default_rng(1), 0.0, 1.0  # other vectors than `_start`
+        self.size = self.products = 0
 
-    def expand(self) -> None:
-        """Fill the basis, and T."""
+    def expand(self, size: int) -> None:
+        """Fill the basis up to so many vectors, and T."""
         basis, t = self.basis, self.t
+        self.products += size - basis.count + 1
+        self.size = size
         limits, values = np.finfo(self.v.dtype), self.v.grid.backend.values
         eps, tiny = float(limits.eps), float(limits.tiny)
-        for j in range(basis.count - 1, self.held):
+        for j in range(basis.count - 1, size):
             w, h, self.last = basis.orthogonalized(self.times(basis[j]))
             if basis.count == 1 and self.times.fit(basis[0], np.hypot(np.abs(h[0]), self.last)):
                 w, h, self.last = basis.orthogonalized(self.times(basis[0]))
@@ -339,18 +360,25 @@ class _KrylovSpace:
 
     def _another(self, least: float) -> tuple[DistArray, Any]:
         """Return what a random vector has beside the basis, and its length, which is more than `least`."""
-        size: Any = 0.0
-        while size <= least:
+        while True:
             w = self.draws.normal(size=self.n, grid=self.v.grid, layout=self.v.layout).astype(self.v.dtype)
             w, _, size = self.basis.orthogonalized(w)
-        return w, size
+            if size > least or not self.v.grid.backend.values:
+                return w, size
 
-    def restart(self, values: np.ndarray, s: np.ndarray, kept: np.ndarray) -> None:
-        """Begin anew with some of the Ritz vectors, the columns `kept` of Q S, and the next vector."""
+    def restart(self, values: np.ndarray, s: np.ndarray, kept: np.ndarray, anew: bool = False) -> None:
+        """Begin again with some of the Ritz vectors, the columns `kept` of Q S, and the next vector.
+
+        With `anew` it is a random one in place of the next, for Ritz vectors that have converged.
+        """
         basis, t = self.basis, self.t
         basis.turn(s[:, kept])
-        basis.rows[len(kept)] = basis.rows[self.held]
-        basis.count = len(kept) + 1
+        basis.count = len(kept)
+        if anew:
+            basis.append(*self._another(float(np.finfo(self.v.dtype).eps) ** 0.5))
+        else:
+            basis.rows[len(kept)] = basis.rows[self.size]
+            basis.count += 1
         t[:] = 0
         t[range(len(kept)), range(len(kept))] = values[kept]
 

@@ -276,8 +276,9 @@ def sqrtm(x: DistArray, /) -> DistArray:
     Higham and Ralha 2013), whose root one rank finds (see `eig`; memory and time are alike).  The residual X X - A is
     of the size n ε ‖X‖².  The root lies like A.
 
-    Of a Hermitian matrix, eigenvalues of at most n ε ‖A‖ in size count as 0.  Of any real matrix those from -10 n ε ‖A‖
-    to 0 do: rounding makes such eigenvalues of a matrix that has a real root, as of B @ B.T of less than full rank.
+    Positive eigenvalues keep their roots, however small.  Of a complex Hermitian matrix those from -n ε ‖A‖ to 0 count
+    as 0, of any real matrix those from -10 n ε ‖A‖: rounding makes such eigenvalues of a matrix that has a real root,
+    as of B @ B.T of less than full rank.
     They are elements of the diagonal of the (Schur) form, which is that of A with an error of the size n ε ‖A‖, and
     turning them into 0 changes A by no more than their size in the 2-norm: X is the real root of a matrix as near to A
     as rounding.  `scipy.linalg.sqrtm` returns a complex root there, with imaginary parts up to the root of n ε ‖A‖, as
@@ -307,7 +308,8 @@ def sqrtm(x: DistArray, /) -> DistArray:
         rounding = n * float(np.finfo(x.dtype).eps) * most
         if x.dtype.kind != "c" and least < -NEGLIGIBLE * rounding:
             raise _negative(least)
-        root = np.where((w if x.dtype.kind != "c" else abs(w)) <= rounding, w * 0, w)
+        lowest = -rounding if x.dtype.kind == "c" else -math.inf
+        root = np.where((w < 0) & (w >= lowest), w * 0, w)
         root = np.sqrt(root if x.dtype.kind != "c" else root.astype(x.dtype))
         return matmul(v * root, v.mT.conj(), layout=layout)
     form = Schur(x, "sqrtm", balance=False)

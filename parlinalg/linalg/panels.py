@@ -20,7 +20,7 @@ import numpy as np
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
-from parlinalg.comm.shared import Meeting, Passing, common
+from parlinalg.comm.shared import Meeting, Passing, common, lasting
 from parlinalg.linalg.tiles import Board, Tiles, board
 
 
@@ -70,12 +70,15 @@ class Panels(ABC):
     """
 
     STRIP = 512
+    lasting = False
+    """True if all panels are needed after the factorization: then ranks of one node keep them in shared memory."""
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
         self.tiles, self.a, self.shape, self.strip = tiles, a, shape, self.STRIP
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
         self._lanes: Any = None  # shared memory for panels, of the ranks of a grid row
+        self._starts: list[int] = []  # where the places of panels begin there
         self._passing: Any = None  # how they wait for each other
         self.board = Board(tiles.down, None)
         self._given: list[Handle] = []  # what this layer has sent to others
@@ -116,22 +119,34 @@ class Panels(ABC):
         if not n or not tiles.grid.inside:
             return
         size, wide = tiles.size, max(map(len, self.every_column))
-        panel = (len(self.rows) + 2 * size + 4) * size
         if not isinstance(self.a, np.ndarray):  # on a GPU, which shares no memory with others
             self._run(n, size)
             return
         with ExitStack() as stack:
-            room = -(-LANES * panel * self.a.itemsize // 8)
-            numbers = Meeting.SPREAD * tiles.across.size
-            lanes = stack.enter_context(common(tiles.across, (room + numbers,), np.int64))
-            if lanes is not None:
-                self._passing = Passing(tiles.across, lanes[room:], LANES, seldom=not len(self.columns))
-                self._lanes = lanes[:room].view(self.a.dtype)[: LANES * panel].reshape(LANES, panel)
+            self._find_lanes(n, stack)
             self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
             try:
                 self._run(n, size)
             finally:
                 self._lanes, self._passing, self.board = None, None, Board(tiles.down, None)
+
+    def _find_lanes(self, n: int, stack: ExitStack) -> None:
+        """Find shared memory for all panels if they are to last, else for some at a time.  Collective."""
+        size, across, itemsize = self.tiles.size, self.tiles.across, self.a.itemsize
+        numbers, lanes = Meeting.SPREAD * across.size, None
+        for keep in (True, False)[not self.lasting :]:
+            tops = map(self.row, range(0, n, size)) if keep else [0] * LANES
+            ends = np.cumsum([(len(self.rows) - top + 2 * size + 4) * size for top in tops])
+            room = -(-int(ends[-1]) * itemsize // 8)
+            whole = (room + numbers,)
+            lanes = lasting(across, *whole, np.int64) if keep else stack.enter_context(common(across, whole, np.int64))
+            if lanes is not None:
+                break
+        self.lasting = keep and lanes is not None
+        if lanes is not None:
+            self._starts, places = [0, *ends[:-1].tolist()], len(ends) + 3 * keep
+            self._passing = Passing(across, lanes[room:], places, seldom=not len(self.columns))
+            self._lanes = lanes[:room].view(self.a.dtype)
 
     def _run(self, n: int, size: int) -> None:
         tiles, width, step = self.tiles, len(self.columns), None
@@ -192,7 +207,8 @@ class Panels(ABC):
         if self._lanes is None:
             return namespace(self.a).empty(size, self.a.dtype)
         self._passing.room(self._number(k), self.tiles.owner(k)[1] == self.tiles.j)
-        return self._lanes[self._number(k) % LANES, :size]
+        start = self._starts[self._number(k) % len(self._starts)]
+        return self._lanes[start : start + size]
 
     def pass_on(self, k: int, message: Any, root: int) -> Handle:
         """Begin to give the panel from column k on, in its `message`, from grid column `root` to the others."""

@@ -45,7 +45,7 @@ class PivotedQR(QR):
     """
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int]) -> None:
-        self._lines = kernels.in_columns(a).T if has_values(a) else a.T
+        self._lines: Any = kernels.in_columns(a).T if has_values(a) else a.T
         super().__init__(tiles, self._lines.T, shape, hold_once=True)
         self.order, self.places = np.arange(shape[1]), self.columns.copy()
         self._at = np.full(shape[1], -1)  # which of this rank's columns is in a place of A[:, p]
@@ -75,6 +75,7 @@ class PivotedQR(QR):
         if some:
             across.barrier()  # the others wait without a core
             across.broadcast(self.order, 0)
+        self._lines = None  # R has its memory
         if tiles.j >= tiles.C:  # Q turns no columns here
             xp = kernels.on_host(tiles.grid.backend)
             self.kept = [Reflections(k, None, xp.zeros((b, b), self.a.dtype), None) for k, b in panels]

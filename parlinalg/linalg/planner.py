@@ -14,9 +14,10 @@ from parlinalg import tunables
 from parlinalg.errors import PlanError
 from parlinalg.grid import default_layout
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal, blocks, costs
+from parlinalg.linalg import bidiagonal, blocks, costs, divide
 from parlinalg.linalg.blocks import Machine, Time
 from parlinalg.linalg.costs import Costs
+from parlinalg.linalg.eigh import PANEL, TOGETHER, Kept
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
@@ -201,6 +202,9 @@ class LinalgPlan:
     def memory(self) -> dict[str, int]:
         """Bytes of the rank that needs the most: at rest, in tiles, and in buffers and results; about."""
         item, (m, n), deal = ITEMSIZE[self.dtype], self.shape, self.deal
+        if self.routine == "svd" or self.pivoting:
+            parts = _held(self)
+            return {name: size * item for name, size in zip(("at rest", *HELD), parts, strict=True)}
         rest = -(-self.m * self.n // self.ranks)
         rows, columns = deal.most(m, n)
         tiles = rows * columns
@@ -209,16 +213,11 @@ class LinalgPlan:
         if self.routine in SOLUTIONS:
             rest += -(-self.m * self.sides // self.ranks)
             tiles += rows * deal.most(m, self.sides)[1]
-        if self.alone and self.routine == "svd":  # rows of Q and of Q U, and what one rank has
-            tiles, panels = 0, (2 * rest if self.gram else 0) + 8 * m * n
-        if (first := self.first) is not None and not (self.gram and self.alone):  # before what is done with R
-            m = max(self.m, self.n)
-            tiles = max(tiles, math.prod(first.most(m, n)))
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
             rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
-        results = {"lu": 2 * tiles, "qr": 3 * tiles, "lstsq": tiles, "eigh": 4 * tiles, "svd": 6 * tiles}
+        results = {"lu": 2 * tiles, "qr": 3 * tiles, "lstsq": tiles, "eigh": 4 * tiles}
         more = max(panels, rest) + results.get(self.routine, rest)
-        return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
+        return {name: size * item for name, size in zip(("at rest", *HELD), (rest, tiles, more), strict=True)}
 
     @property
     def need(self) -> int:
@@ -228,6 +227,58 @@ class LinalgPlan:
     def explain(self) -> str:
         """Return the plan's grid, tiles, words, messages, memory and time, and what was not chosen, as text."""
         return explain(self)
+
+
+HELD = ("in tiles", "in buffers and results")
+
+
+def _held(plan: LinalgPlan) -> tuple[int, int, int]:
+    """Return the elements at rest, in tiles, and in buffers and results, of `svd` or `qr` with pivoting.
+
+    They are those at the stage at which a rank holds the most: when R is found, when it is decomposed, or when Q is
+    formed.  Reflections in shared memory count by shares.
+    """
+    m, n, p = max(plan.m, plan.n), min(plan.m, plan.n), plan.ranks
+    rest, square, whole = -(-m * n // p), -(-n * n // p), n * n
+    complex_ = plan.dtype.startswith("complex")
+    first = plan.first
+    if plan.gram or (plan.alone and first is None):
+        if plan.pivoting:
+            more = max(whole * 4, rest + max(3 * square, 2 * whole * (complex_ and p > 1)))
+        else:
+            more = max(whole * 4, rest + 2 * whole) if plan.gram else rest + 7 * whole
+        return rest, 0, rest + more
+    if first is None:
+        if plan.pivoting:
+            if p == 1:  # LAPACK
+                return rest, rest, 3 * rest + square
+            rows, columns = plan.deal.most(plan.m, plan.n)
+            return rest, rows * columns, max(rest + rest // p + square // 2, 2 * square)
+        tiles, more = _decomposed(plan.deal, m, n, p, complex_)
+        return rest, tiles, more
+    rows, columns = first.most(m, n)
+    kept = (rows * n - n * n // (2 * first.R) + 2 * n * first.size) // (p if plan.near and first.R == 1 else 1)
+    inner = (0, 4 * square) if plan.pivoting else _decomposed(plan.deal, n, n, p, complex_)
+    if plan.alone:
+        inner = 0, 7 * whole
+    formed = rows * columns + 2 * square + (rest if first.R == 1 and p > 1 else first.size * n + square * (p == 1))
+    tiles = max(rows * columns, inner[0])
+    extra = rest if plan.m < plan.n and complex_ and plan.routine == "svd" else 0  # Aᴴ
+    return rest, tiles, kept + max(formed, sum(inner), tiles) - tiles + extra
+
+
+def _decomposed(deal: Deal, m: int, n: int, p: int, complex_: bool) -> tuple[int, int]:
+    """Return the elements of tiles, and of the rest that `svd` holds beside a matrix [m, n] that is not tall."""
+    if p == 1:
+        return m * n, m * n + n * n + (5 * n * n // 2 if complex_ else 3 * n * n)
+    rows, columns = deal.most(m, n)
+    square, together = -(-n * n // p), PANEL * TOGETHER
+    parts = (np.arange(rows) * deal.R, np.arange(deal.most(n, n)[0]) * deal.R)
+    kept = sum(Kept.size(each, n) for each in parts) // deal.C
+    step = max(divide.STRIP // 4, min(divide.STRIP, n // p // 4))
+    merged = 5 * square // 2 + 3 * n * step
+    merged = n * (together + 1) + (merged // 2 if complex_ else merged)
+    return rows * columns, kept + max(merged, (4 if complex_ else 3) * square) - rows * columns
 
 
 def at_work(routine: str, m: int, n: int, pivoting: bool = False) -> tuple[int, int]:

@@ -60,6 +60,7 @@ class QR(Panels):
     ) -> None:
         super().__init__(tiles, a, shape, extra)
         self._keep, self._once = keep, hold_once and tiles.R == 1
+        self.lasting = keep and tiles.R == 1 and not hold_once
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
 
@@ -110,7 +111,7 @@ class QR(Panels):
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         own = not self._once or self.tiles.owner(k)[1] == self.tiles.j
-        if self._keep and own and self._lanes is not None:
+        if self._keep and own and self._lanes is not None and not self.lasting:
             panel = panel.copy()
         found = Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b])
         if self._keep:
@@ -168,8 +169,9 @@ def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
         gram.reshape(-1)[:: len(gram) + 1] -= 1
         real = gram.dtype.kind != "c"  # whose sizes need no array
         sound = not gram.size or bool(max(gram.max(), -gram.min()) < NEAR if real else abs(gram).max() < NEAR)
-    del gram
-    return kernels.adjoint(last) @ kernels.adjoint(first), sound, last
+    product = first @ last
+    del gram, first
+    return kernels.adjoint(product), sound, last
 
 
 def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:

@@ -345,11 +345,11 @@ def _by_reflections(x: DistArray) -> SVDResult | None:
     """Return what `svd` does, reduced, by R of a Householder QR factorization; None where R is out of range."""
     q = QRFactor(x, name="svd")
     r = q.R
-    q.given_up_r()
+    q.drop_r()
     if not truth(isfinite(r).all(), "finite", "whether the elements are finite"):
         return None
     u, s, vh = svd(r, full_matrices=False)
-    return SVDResult(q.turned(u), s, vh)
+    return SVDResult(q.turned(u, last=True), s, vh)
 
 
 def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
@@ -369,7 +369,9 @@ def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFact
     if x.shape[0] <= TALL * x.shape[1]:
         return x.redistribute(Layout(None, None)).block, None
     q = QRFactor(x, name=name, keep=keep)
-    return q.whole_r(), q
+    r = q.whole_r()
+    q.drop_r()
+    return r, q
 
 
 def _from_first_rank(
@@ -532,8 +534,12 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     x = as_matrix(x, "pinv")
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
-    inverse = reciprocals(s, kept)
-    return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
+    v = vh.mT.conj()
+    del vh
+    v = v * reciprocals(s, kept)[..., None, :]
+    uh = u.mT.conj()
+    del u
+    return matmul(v, uh)
 
 
 @of_arrays
@@ -601,6 +607,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
     if m > TALL * n and n:
         q = QRFactor(x, name=name, keep=keep)
         x = q.R
+        q.drop_r()
         q = q if keep else None
     tiles = tiles_for(x, None, "svd")
     deal = workers(tiles) if keep else tiles  # fewer ranks would have more of it than its blocks and vectors take
@@ -613,9 +620,9 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
 
 
 def _completed(q: Any, u: DistArray, columns: int, layout: Layout) -> DistArray:
-    """Return Q U, with the columns of Q that U does not turn behind it."""
+    """Return Q U, with the columns of Q that U does not turn behind it; the factorization has neither Q nor R then."""
     n = u.shape[0]
-    whole = q.Q(columns)
+    whole = q.only_q(columns)
     turned = matmul(whole[:, :n], u).redistribute(layout)
     if columns == n:
         return turned

@@ -316,6 +316,28 @@ def test_square_roots_of_singular_matrices(grid):
                 linalg.sqrtm(pla.distribute(a.astype(dtype), grid, Layout(None, grid.axes)))
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("small", [1e-12, 1e-14, 1e-20])
+def test_square_roots_keep_small_eigenvalues(grid, dtype, small):
+    """As far as rounding of a Hermitian matrix leaves them: all digits of a diagonal one; SciPy does so too."""
+    n, rng = 120, np.random.default_rng(6)
+    w = np.linspace(1, 2, n)
+    w[3] = small
+    root = linalg.sqrtm(pla.distribute(np.diag(w).astype(dtype), grid, Layout(grid.axes, None)))
+    np.testing.assert_allclose(np.diag(root.gather()), np.sqrt(w), rtol=1e-12)
+    if small < 1e-15:  # less than the rounding of others
+        return
+    a = random((n, n), np.dtype(dtype), rng)
+    q = np.linalg.qr(a)[0]
+    a = q * w @ q.conj().T
+    a = (a + a.conj().T) / 2
+    root = linalg.sqrtm(pla.distribute(a, grid, Layout(grid.axes, None))).gather()
+    got, want = (np.linalg.eigvals(x).real.min() for x in (root, scipy.linalg.sqrtm(a)))
+    limit = 20 * eps(dtype) / np.sqrt(small)  # an error of a few eps of the eigenvalue
+    assert abs(got - np.sqrt(small)) < limit, (got, want)
+    assert abs(got - want) < 2 * limit
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_real_square_roots_where_rounding_makes_eigenvalues_negative(grid, dtype):
     """Symmetric or not, they are real up to 10 n ε ‖A‖; what is further below 0 is refused, and named."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import numpy as np
@@ -483,6 +484,35 @@ def test_equal_eigenvalues_and_invariant_spaces(grid):
     a = np.diag([5.0] * 3 + [1.0] * (n - 3))
     close(eigsh(placed(grid, a, 1), 5)[0], np.array([1, 1, 5, 5, 5.0]), 1e-12)
     close(eigsh(placed(grid, a * 0, 1), 2)[0], np.zeros(2), 0)
+
+
+@pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE"])
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_copies_of_eigenvalues(grid, which, times):
+    """Rounding brings none into the space of one vector where A is diagonal; a new vector does."""
+    n, k, rng = 60, 4, np.random.default_rng(times)
+    for few in ([10, 9, -10.5, -9.3], np.geomspace(1, 1e-9, n) * rng.choice([1, -1], n)):
+        w = np.concatenate([np.repeat(few, times), rng.uniform(-0.1, 0.1, n)])[:n]
+        want = {"LM": w[np.argsort(-abs(w), kind="stable")[:k]], "LA": np.sort(w)[-k:], "SA": np.sort(w)[:k]}
+        want["BE"] = np.r_[np.sort(w)[: k // 2], np.sort(w)[-(k // 2) :]]
+        values, v = eigsh(placed(grid, np.diag(w), 1), k, which=which)
+        close(values, np.sort(want[which]), 1e-12)
+        assert float(pla.max(abs(v.mT @ v - pla.eye(k, grid=grid)))) < 1e-10
+
+
+def test_products_that_look_for_copies_are_few(grid):
+    rng, n = np.random.default_rng(8), 150
+    q = np.linalg.qr(rng.standard_normal((n, n)))[0]
+    for w in (np.linspace(-1, 1, n), np.geomspace(1, 1e-3, n), np.geomspace(1, 1e-9, n)):
+        A, v0, counts = placed(grid, (q * w) @ q.T, 1), placed(grid, rng.standard_normal(n), 0), []
+        for check in (0.3, 0.0):
+            seen: list[int] = []
+            lanczos = importlib.import_module("parlinalg.linalg.lanczos")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lanczos, "CHECK", check)
+                eigsh(lambda x, A=A, seen=seen: seen.append(1) or A @ x, 5, which="LA", v0=v0)
+            counts.append(len(seen))
+        assert counts[0] <= 1.3 * counts[1] + 1, counts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import tracemalloc
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Layout, linalg
+from parlinalg.comm import shared as shared_memory
 from parlinalg.grid import Grid
+from parlinalg.linalg.planner import plan_linalg
 
 N, COLUMNS = 512, 16
 SQUARE = {
@@ -72,12 +75,12 @@ def test_memory_is_a_few_times_the_blocks(make_grid, name):
 
 TALL = {
     "svd": lambda a: linalg.svd(a, full_matrices=False), "qr with pivoting": lambda a: linalg.qr(a, pivoting=True),
-    "svd, wide": lambda a: linalg.svd(a.mT, full_matrices=False), "svdvals": linalg.svdvals,
+    "svd, wide": lambda a: linalg.svd(a.mT, full_matrices=False), "svdvals": linalg.svdvals, "pinv": linalg.pinv,
 }  # fmt: skip
 
 
 @pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("shape", [(16384, 64), (4096, 256), (1600, 400)], ids=str)
+@pytest.mark.parametrize("shape", [(16384, 64), (4096, 256), (1600, 400), (1900, 600)], ids=str)
 @pytest.mark.parametrize("name", TALL)
 def test_memory_of_tall_matrices(make_grid, world, name, shape):
     grid = make_grid({"r": world.size})
@@ -87,3 +90,35 @@ def test_memory_of_tall_matrices(make_grid, world, name, shape):
     TALL[name](x)
     ratio = max(grid.world.share(most(lambda: TALL[name](x), (x,))))
     assert ratio < 3, ratio
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("shape", [(1024, 1024), (1900, 600), (600, 1900), (8192, 256), (1600, 400)], ids=str)
+@pytest.mark.parametrize("name", ["svd", "qr with pivoting"])
+def test_planned_memory_is_what_is_held(make_grid, world, monkeypatch, name, shape, dtype):
+    """To 7%, with the shares of reflections in shared memory."""
+    monkeypatch.setattr(Grid, "cores", world.size)
+    grid = make_grid({"r": 2, "c": world.size // 2} if world.size > 1 else {"r": 1})
+    if not grid.backend.cpu:
+        return
+    shared = [0]
+
+    def counted(comm, size, dtype, lasting=shared_memory.lasting):
+        found = lasting(comm, size, dtype)
+        if found is not None:
+            shared.append(found.nbytes // comm.size)
+        return found
+
+    for module in ("eigh",) if shape[0] == shape[1] else ("panels",):  # those that are there when Q is formed
+        monkeypatch.setattr(importlib.import_module(f"parlinalg.linalg.{module}"), "lasting", counted)
+    rng = np.random.default_rng(5)
+    a = rng.uniform(-1, 1, shape) + (1j * rng.uniform(-1, 1, shape) if dtype == "complex128" else 0)
+    x = pla.distribute(a, grid, grid.default_layout(shape))
+    run = SQUARE[name]
+    run(x)
+    shared[:] = [0]
+    share = most(lambda: run(x), (x,)) * (held(x) + held(run(x))) + max(shared)
+    plan = plan_linalg(name.split()[0], *shape, sizes=grid.sizes, dtype=dtype, pivoting=name != "svd")
+    found = max(grid.world.share(share))
+    assert 0.93 * found < plan.need < 1.07 * found, (plan.need / found, plan.memory)
