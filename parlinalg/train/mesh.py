@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -90,7 +91,7 @@ class MeshSpec:
         """The axes of the grid of every pipeline rank, with their sizes."""
         return tuple(self.at(p).axes for p in range(self.pipeline))
 
-    @property
+    @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
         """The world ranks of the grid of every pipeline rank, in its row-major order."""
         return arrange(self.grids, OUTSIDE)
