@@ -245,7 +245,7 @@ def compare(setting: str, args: argparse.Namespace) -> dict[str, Any]:
             })  # fmt: skip
     return {
         "setting": setting, "date": time.strftime("%Y-%m-%d"), "about": machine.about, "model": args.model,
-        "machine_file": str(args.machine) if args.machine else None, "others": max(others), "rows": rows,
+        "machine_file": Path(args.machine).name if args.machine else None, "others": max(others), "rows": rows,
     }  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def compare_plans(setting: str, args: argparse.Namespace) -> dict[str, Any]:
                 rows.append({"model": name, **told, "seconds": middle, "quartiles": [low, high], "samples": seconds})
     return {
         "setting": setting, "date": time.strftime("%Y-%m-%d"), "about": machine.about, "model": "planned",
-        "machine_file": str(args.machine), "others": max(others, default=0.0), "rows": rows,
+        "machine_file": Path(args.machine).name, "others": max(others, default=0.0), "rows": rows,
     }  # fmt: skip
 
 

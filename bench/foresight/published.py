@@ -389,6 +389,8 @@ On a third machine, 2 cores of an AMD EPYC of another family, that day: on 2 ran
 at worst, pipelines 3.1% and 6.6%; on 4 ranks 4.6% and 8.0%, and 0.7% and 2.3%; hosts at 200 Mbit/s 3.6% and 17%, at
 1 Gbit/s 3.7% and 12%. Two pairs of 83 were in the wrong order: ZeRO 2 and 3 on 4 ranks (measured 1,075 and 1,211 ms,
 predicted 1,118 and 1,113), and at 200 Mbit/s data × 2D and 2.5D (524 and 604 ms, predicted 502 both).
+That evening at 200 Mbit/s 4.3% and 17.5%, with two pairs of 36 in the wrong order: 2D 4×2 and 2.5D (510 and 598 ms,
+predicted 515 and 493), sequence cuts and ZeRO 3 (862 and 965 ms, predicted 912 and 904).
 
 {measured}
 

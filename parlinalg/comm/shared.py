@@ -27,6 +27,8 @@ from parlinalg.comm.base import Comm, Handle, by_terms
 from parlinalg.comm.imagined import ImaginedComm
 
 FOLDER = "/dev/shm"
+KEPT = 1 << 28
+"""The most bytes of a rank's share of an array that lasted which are kept for the next one."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """True if other cores see writes in the order in which a core makes them."""
 
@@ -262,18 +264,20 @@ def lasting(comm: Comm, size: int, dtype: Any) -> Any:
     """Return an array of so many elements that every rank of `comm` sees; None on all where it cannot be had.
 
     Collective: all ranks ask for the same.  Its elements are arbitrary.  It is its ranks' as long as one of them has it
-    or a view of it; then the next one may get the same memory, since new pages cost as much as copies.
+    or a view of it; then the next one may get the same memory, up to `KEPT`, since new pages cost as much as copies.
     """
     held, own = _held(comm), -(-size * np.dtype(dtype).itemsize // comm.size)
     if held is None or own * comm.size < tunables.SHARED_BYTES:
         return None
     free = held.kept is not None and held.lasting() is None and len(held.kept) >= own * comm.size
+    memory = held.kept
     if not all(comm.share(free, others="alike")):
-        held.kept = None
-        held.kept = _made(comm, own * comm.size, own)
-    if held.kept is None:
+        held.kept = memory = None
+        memory = _made(comm, own * comm.size, own)
+    if memory is None:
         return None
-    found = _array(held.kept, dtype, size)
+    held.kept = memory if own <= KEPT else None
+    found = _array(memory, dtype, size)
     held.lasting = weakref.ref(found)
     return found
 
