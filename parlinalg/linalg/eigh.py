@@ -19,7 +19,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import lasting
+from parlinalg.comm.shared import lasting, meet
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
@@ -509,7 +509,7 @@ class Kept:
     """Reflections in the order in which they were found, of some panels together: so that products of them are fast.
 
     The ranks of a grid row have the same ones.  On one node these lie in shared memory, in which they take turns to
-    write.  No rank may use them before all have got all.
+    write.
 
     Parameters
     ----------
@@ -574,6 +574,8 @@ class Kept:
         """
         if not self._closed:
             return
+        if self._room is not None:
+            meet(self._tiles.across)  # all have written their turns
         with board(tiles.down, self._closed[0][1].shape[1] * z.shape[1], z.dtype) as lent:
             while self._closed:
                 k, v, upper = self._closed.pop()
