@@ -9,7 +9,7 @@ import pytest
 import scipy.linalg
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, spectral
 from parlinalg.linalg.eigh import parts
@@ -449,3 +449,24 @@ def test_values_beyond_the_largest_number(grid, dtype):
         values = np.sort(function(A).gather())
         assert values[-1] == np.inf
         assert np.abs(values[:-1]).max() < 100 * eps(dtype) * np.finfo(dtype).max
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_reflections_in_memory_that_ranks_share(make_grid, monkeypatch, dtype):
+    """Ranks with a core each: those of a grid row have them once, and the next factorization gets that memory."""
+    monkeypatch.setattr(pla.Grid, "cores", 4)
+    monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
+    grid, rng, n = make_grid({"r": 2, "c": 2}), np.random.default_rng(11), 400
+    for m in (n, n + 30):
+        a = random((m, n), np.dtype(dtype), rng)
+        x = pla.distribute(a, grid, Layout("r", "c"))
+        u, s, vh = linalg.svd(x, full_matrices=False)
+        np.testing.assert_allclose(u.gather() * s.gather() @ vh.gather(), a, atol=1e-11)
+        b = random((m, n), np.dtype(dtype), rng)
+        first, second = linalg.qr_factor(x), linalg.qr_factor(pla.distribute(b, grid, Layout("r", "c")))
+        for factor, given in ((first, a), (second, b)):
+            np.testing.assert_allclose(factor.Q().gather() @ factor.R.gather(), given, atol=1e-11)
+    h = a[:n] + a[:n].conj().T
+    w, v = linalg.eigh(pla.distribute(h, grid, Layout("r", "c")))
+    np.testing.assert_allclose(v.gather() * w.gather() @ v.gather().conj().T, h, atol=1e-11)
