@@ -21,6 +21,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
 from parlinalg.nn import Module, ModuleDict, ModuleList, Sequential
+from parlinalg.nn.init import Declared
 from parlinalg.nn.layer import layers_of
 from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.handlers import ACCUMULATE
@@ -180,13 +181,24 @@ class WeightGatherer:
         blocks: dict[int, int] = {}
         terms = 0
         for number, p in enumerate(self.parameters):
-            work = p.layout.without(a for a in self.axes if p.grid.sizes.get(a, 1) > 1)
-            nbytes = largest(p, work) if work != p.layout else 0
+            nbytes = self.at_work([p])
             blocks[self.block_of[number]] = blocks.get(self.block_of[number], 0) + nbytes
             terms += nbytes
         block = max(self.limit, *blocks.values(), 0)
         summing = max((reduction_work(block, p.dtype, scatter=True) for p in self.parameters), default=0)
         return 3 * block + summing + block // 2 + self.whole * terms
+
+    def at_work(self, parameters: Iterable[Parameter | Declared]) -> int:
+        """Return the bytes at work of weights, of this model or another, that rest cut by the axes that were named."""
+        found = 0
+        for p in {id(p): p for p in parameters}.values():
+            work = p.layout.without(a for a in self.axes if p.grid.sizes.get(a, 1) > 1)
+            found += largest(p, work) if work != p.layout else 0
+        return found
+
+    def drop(self) -> None:
+        """Drop the weights that are kept for a later product of this layer; that one gathers them again."""
+        self._held.clear()
 
     def poll(self) -> None:
         """Progress pending gathers: MPI progresses only within its calls."""

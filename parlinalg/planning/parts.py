@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,6 +131,24 @@ class Inputs:
         if self.language:
             return zeros((rows, self.length), grid, model.targets_layout, np.int64)
         return zeros((rows,), grid, Layout(model.output_layout().dims[0]), np.int64)
+
+
+class Then(NamedTuple):
+    """The passes that may follow those of a stage on its pipeline rank.
+
+    Attributes
+    ----------
+    again : tuple of two bools
+        Whether a forward pass may be followed by another one of the same stage, and a backward pass.
+    other : frozenset
+        By their keys, the layers with which a backward pass of another stage may begin that follows a backward pass.
+    """
+
+    again: tuple[bool, bool] = (False, False)
+    other: frozenset[Hashable] = frozenset()
+
+
+ALONE = Then()
 
 
 class Between(NamedTuple):
@@ -449,7 +467,7 @@ def layer_keys(model: Any) -> list[tuple[Any, ...]]:
     """Return for each layer of a declared model what tells it from others: layers with equal keys take equal work."""
     found = []
     for layer in _layers(model):
-        held = [(p.shape, p.layout) for own in layer.modules for m in own.modules() for p in m._parameters.values()]
+        held = [(p.shape, p.layout) for p in _parameters(layer)]
         found.append((layer.end, *held))
     keys: dict[Any, int] = {}
     first = [(i == 0, i == len(found) - 1, key) for i, key in enumerate(found)]
@@ -460,7 +478,7 @@ def tied(layers: Iterable[Layer]) -> list[tuple[object, frozenset[int]]]:
     """Return the parameters that several of these layers hold, with the numbers of the layers."""
     found: dict[int, tuple[object, set[int]]] = {}
     for i, layer in enumerate(layers):
-        for p in (p for own in layer.modules for m in own.modules() for p in m._parameters.values()):
+        for p in _parameters(layer):
             found.setdefault(id(p), (p, set()))[1].add(i)
     return [(p, frozenset(numbers)) for p, numbers in found.values() if len(numbers) > 1]
 
@@ -468,6 +486,11 @@ def tied(layers: Iterable[Layer]) -> list[tuple[object, frozenset[int]]]:
 def ties(model: Any) -> list[frozenset[int]]:
     """Return for each parameter that several layers of a declared model hold the numbers of these layers."""
     return [numbers for _, numbers in tied(_layers(model))]
+
+
+def _parameters(layer: Layer) -> list[Any]:
+    """Return the parameters of a layer, declared or made."""
+    return [p for own in layer.modules for m in own.modules() for p in m._parameters.values()]
 
 
 def _layers(model: Any) -> list[Layer]:
@@ -500,7 +523,7 @@ def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
     update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(), ends: bool = False,
-    probe: bool = True,
+    then: Then = ALONE, probe: bool = True,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -529,6 +552,8 @@ def trace_part(
         Of these the ones that the rank reduces and updates with the other stage.
     ends : bool
         Whether the pipeline rank has no blocks, but layers of the model's ends: then these offload their activations.
+    then : Then
+        The passes that may follow those of these layers.
     probe : bool
         Whether it is traced what blocks leave in memory that offload their activations.
     """
@@ -543,7 +568,7 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends)
+        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends, then)
         run.blocks = run.blocks if probe else []
         return run.part(rows, given, update)
 
@@ -584,10 +609,10 @@ class _Run:
 
     def __init__(
         self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
-        first: bool, last: bool, shared: frozenset[int], left: frozenset[int], ends: bool,
+        first: bool, last: bool, shared: frozenset[int], left: frozenset[int], ends: bool, then: Then,
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
-        self.first, self.last, self.grid = first, last, mesh.grid
+        self.first, self.last, self.grid, self.then = first, last, mesh.grid, then
         self.alone = mesh.topology.size == 1
         modules = {id(m): m for layer in layers for own in layer.modules for m in own.modules()}
         before = world.device.held
@@ -712,13 +737,33 @@ class _Run:
     def _peak(self) -> int:
         """Return the peak of what ran within `_gathering`.
 
-        In a pipeline another backward pass may follow, whose first gathers are in flight from the last layer's on.
+        Where another backward pass may follow, its first gathers are in flight from the last layer's on.
         """
-        return max(self.begun, self.world.peak_memory + self.ahead * (not self.alone))
+        return max(self.begun, self.world.peak_memory + self._next())
+
+    def _next(self) -> int:
+        """Return the bytes of the first gathers of a backward pass that may follow a backward pass."""
+        gatherer, found = self.gatherer, 0
+        if gatherer is None:
+            return 0
+        if self.then.again[True] and not self._only(backward=True):
+            found = self.ahead
+        for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if self.then.other else ():
+            if key in self.then.other:
+                found = max(found, gatherer.at_work(_parameters(layer)))
+        return found
+
+    def _only(self, backward: bool) -> bool:
+        """Return True if one layer alone has weights that are gathered ahead in such a pass."""
+        known = () if self.gatherer is None else self.gatherer.known
+        return len({at.block for at in known if at.backward is backward}) == 1
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Let the peak begin anew at each layer, if weights are gathered ahead; `begun` is the peak before."""
+        """Let the peak begin anew at each layer, if weights are gathered ahead; `begun` is the peak before.
+
+        Those of a pass through one layer alone stay gathered for the next pass, if it may be another one of these.
+        """
         world, gatherer = self.world, self.gatherer
         self.begun = 0
         if gatherer is None:
@@ -730,10 +775,14 @@ class _Run:
             enter(backward, block)
             self.begun = max(self.begun, world.peak_memory)
             world.reset_peak()
+            if self.then.again[backward] and self._only(backward):
+                for visit in (v for at, v in gatherer.known.items() if (at.backward, at.block) == (backward, block)):
+                    visit.wants = (*visit.wants, *dict.fromkeys(visit.wants))
 
         gatherer.enter = entered  # type: ignore[method-assign]
         yield
         del gatherer.enter
+        gatherer.drop()
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -750,6 +799,8 @@ class _Run:
             with span("forward"):
                 y, root = self._forward(x.pop(), targets)  # nothing else keeps what is given
             size = _nbytes(y)
+            if self.gatherer is not None:
+                self.gatherer.drop()
             self.ahead = self.gathers[-1] if self.gatherer is not None and self.gatherer.ahead else 0
             kept = max(0, self.world.device.held - held - self.ahead - (0 if self.last else size))
             if probe is not None:
@@ -778,24 +829,27 @@ class _Run:
         world.reset_peak()
         x = self._given(rows, given)
         with self._training(), no_sync():
-            y, root = self._forward(x, targets)
+            with self._gathering():
+                y, root = self._forward(x, targets)
+                forward = max(self.begun, world.peak_memory, after)
             unit, grads = InFlight(self.grid, [x] if isinstance(x, Tensor) else [], [] if self.last else [y]), []
             if self.last:
                 unit.add(root, 1.0)
             else:
                 grads.append(zeros(y.shape, self.grid, y.layout, y.dtype).block)
             del x, y, root
-            forward = max(world.peak_memory, after)
             world.reset_peak()
             with self._gathering():
                 unit.backward(grads, later=True)
                 unit.input_gradients()
-            grads.clear()
-            self.later = 0 if probe is None else probe.nbytes
-            inputs, pending = self._peak(), max(0, world.device.held - held)
-            world.reset_peak()
-            unit.parameters()
-        beside = forward - kept, inputs - kept, world.peak_memory - pending
+                grads.clear()
+                self.later = 0 if probe is None else probe.nbytes
+                inputs, before = self._peak(), world.device.held
+                world.reset_peak()
+                unit.parameters()
+                weights, after = world.peak_memory + self._next(), world.device.held
+            pending = max(0, before - held - (after - world.device.held))  # without what stays gathered
+        beside = forward - kept, inputs - kept, weights - pending
         return pending, Late(*(max(0, n - rest) for n in beside))
 
     @contextmanager

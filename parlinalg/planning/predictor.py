@@ -16,7 +16,7 @@ from parlinalg.planning.parts import Between, Part, queued
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
 from parlinalg.planning.timeline import COMPUTED
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
-from parlinalg.planning.traced_model import TracedModel, dependencies, longest_run, most_events
+from parlinalg.planning.traced_model import TracedModel, dependencies, longest_run, most_events, passes_of
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.mesh import MeshSpec
 from parlinalg.units import ITEMSIZE
@@ -24,7 +24,6 @@ from parlinalg.units import ITEMSIZE
 LONG = 12  # equal layers of a stage beyond which two traces, of a few of them and of some more, stand for all:
 FEW, FEW_BESIDE = (4, 6), (6, 10)  # their layers; where reductions or gathers go on beside the passes
 HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done however few they are, and their layers
-PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they gather weights
 RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient")  # of a microbatch
 LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
@@ -291,9 +290,8 @@ class Predictor:
 
     def _dropped(self, schedule: Schedule, rank: int, parts: Sequence[Part]) -> Moved:
         """Return what a pipeline rank receives of weights that it gathers ahead and another pass comes next."""
-        passes = [(i.op is not Op.FORWARD, i.chunk) for i in schedule.orders[rank] if i.op in PASSES]
         found = []
-        for (backward, chunk), times in dropped(passes).items():
+        for (backward, chunk), times in dropped(passes_of(schedule, rank)).items():
             part = parts[schedule.chunks[rank][chunk].stage]
             forward = _starts(part.span("forward"))
             ahead = {id(e) for e in _starts(part.span("backward"))}  # those that it awaits and the forward pass started

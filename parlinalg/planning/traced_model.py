@@ -6,18 +6,19 @@ them, or all layers of a stage.  A part is traced and timed once, however many c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from parlinalg.errors import ParlinalgError
-from parlinalg.pipeline.schedule import FLUSHED, forward_then_backward
+from parlinalg.pipeline.schedule import FLUSHED, Op, Schedule, forward_then_backward
 from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, given_offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, ties, trace_part, warn
+from parlinalg.planning.parts import Between, Inputs, Part, Then, declared, layer_keys, ties, trace_part, warn
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Trace
 from parlinalg.train.choices import LANGUAGE
@@ -26,6 +27,7 @@ from parlinalg.train.mesh import MeshSpec, resolve
 from parlinalg.train.recipes import SIZES
 
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
+PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they gather weights
 Cut = tuple[int, int]
 """The first layer of a stage, and the one after its last."""
 
@@ -347,7 +349,8 @@ class TracedModel:
         given: Between | None = None
         for i, key in enumerate(self.keys(c.dtype)):
             known = (setup.key, key, update, given)
-            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update))
+            then = Then(other=frozenset([key] if c.zero == 3 and c.pipeline > 1 else ()))  # as in a stage of several
+            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update, then=then))
             given = found[-1].output
         return found
 
@@ -381,6 +384,10 @@ class TracedModel:
         if spec.schedule is None:
             return [{}]
         ties, cuts = self.ties_of_stages(c, spec), self.cuts(spec)
+        if c.zero == 3:
+            keys = self.keys(c.dtype)
+            every = following(spec.schedule, [keys[b - 1] for _, b in cuts])
+            ties = [{**of, "then": then} for of, then in zip(ties, every, strict=True)]
         if min(b - a for a, b in cuts) > 1 or self.config.model.name not in LANGUAGE:
             return [*ties]
         bare = [b - a <= (a == 0) + (b == self.depth) for a, b in cuts]
@@ -388,7 +395,7 @@ class TracedModel:
         ends = {s for s in range(len(cuts)) if all(all(bare[t] for t in own) for own in on_rank if s in own)}
         return [{**of, "ends": True} if s in ends else of for s, of in enumerate(ties)]
 
-    def ties_of_stages(self, c: Candidate, spec: MeshSpec) -> list[dict[str, frozenset[int]]]:
+    def ties_of_stages(self, c: Candidate, spec: MeshSpec) -> list[dict[str, Any]]:
         """Return for each stage which of the tied parameters the stages of one rank share, as `trace_part` takes it.
 
         The first of them reduces and updates them.  Of stages on ranks of their own nothing is said.
@@ -397,7 +404,7 @@ class TracedModel:
         if schedule is None:
             return [{}]
         on_rank = [{k.stage for k in chunks} for chunks in schedule.chunks]
-        found: list[dict[str, frozenset[int]]] = []
+        found: list[dict[str, Any]] = []
         for s in range(schedule.stages):
             shared, left = set(), set()
             for i, layers in enumerate(self.ties(c.dtype)):
@@ -451,6 +458,27 @@ def dependencies(name: str, ranks: int, microbatches: int, chunks: int | None) -
     else:
         made = make_schedule(name, ranks, microbatches, chunks)
     return replace(Dependencies.of(made), what=[])
+
+
+def passes_of(schedule: Schedule, rank: int) -> list[tuple[bool, int]]:
+    """Return the passes of a pipeline rank that gather weights, as `dropped` takes them."""
+    return [(i.op is not Op.FORWARD, i.chunk) for i in schedule.orders[rank] if i.op in PASSES]
+
+
+def following(schedule: Schedule, last: Sequence[Hashable]) -> list[Then]:
+    """Return for each stage the passes that may follow its own on a rank, by the last layer of each stage."""
+    pairs = set[tuple[bool, int, int]]()
+    for rank, chunks in enumerate(schedule.chunks):
+        for (backward, one), (then, other) in pairwise(passes_of(schedule, rank)):
+            if backward is then:
+                pairs.add((backward, chunks[one].stage, chunks[other].stage))
+    return [
+        Then(
+            ((False, s, s) in pairs, (True, s, s) in pairs),
+            frozenset(last[other] for backward, one, other in pairs if backward and one == s != other),
+        )
+        for s in range(schedule.stages)
+    ]
 
 
 def most_events(parts: Sequence[Part]) -> int:

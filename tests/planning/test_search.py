@@ -35,10 +35,10 @@ from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
-from parlinalg.planning.parts import Inputs, NoDisk, host_tiles, trace_part
+from parlinalg.planning.parts import Inputs, NoDisk, Then, host_tiles, trace_part
 from parlinalg.planning.predictor import Held, Predictor
 from parlinalg.planning.trace import Gemm, cut
-from parlinalg.planning.traced_model import TracedModel, dependencies
+from parlinalg.planning.traced_model import TracedModel, dependencies, following
 from parlinalg.planning.training_plan import TrainingPlan
 from parlinalg.sequence import ORDERS
 from parlinalg.train.config import TensorConfig, load
@@ -961,23 +961,37 @@ FEW_WIDE = {"hidden_size": 512, "num_hidden_layers": 3, "vocab_size": 2048}
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kinds", [(), ("activations",)], ids=str)
 @pytest.mark.parametrize("recompute", [None, "block"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "layers"), [(1, 3), (2, 3), (3, 3), (3, 2)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera"])
-def test_pipelines_gather_ahead_once(schedule, zero, recompute, kinds):
-    """Weights that ZeRO's stage 3 gathers ahead are not there for each microbatch in flight, and in bounds they are."""
+def test_pipelines_gather_ahead_once(schedule, zero, layers, recompute, kinds):
+    """Weights that ZeRO's stage 3 gathers ahead are not there for each microbatch in flight, and in bounds they are.
+
+    Those of a stage's only layer stay for the next pass through it, and those of another stage's pass that follows may
+    be in flight: plans have both.
+    """
     held = {"offload": dict.fromkeys(kinds, "host"), "data": 2, "zero": zero}
-    peak = _held(lambda world: pipeline_step(world, schedule, recompute, **held, **FEW_WIDE), 4)
-    model = {"name": "gpt", **DEEP, **FEW_WIDE, "recompute": recompute}
+    sizes = {**FEW_WIDE, "num_hidden_layers": layers}
+    peak = _held(lambda world: pipeline_step(world, schedule, recompute, **held, **sizes), 4)
+    model = {"name": "gpt", **DEEP, **sizes, "recompute": recompute}
     predictor = _predictor(model, 4, batch=32, data={"name": "text", "sequence_length": 64})
     c = replace(_candidate(2, 2, zero=zero, microbatches=8, schedule=schedule), recompute=recompute)
     c = replace(c, offload=_away(kinds))
-    assert 0.89 * peak <= predictor.full(c).bytes <= 1.1 * peak
+    assert (0.94 if zero == 1 else 0.99) * peak <= predictor.full(c).bytes <= 1.1 * peak
     if zero != 2:
         assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.16)
     bound = Bounds(predictor.model).within(c, 1 << 40)[1]
     assert bound <= peak
     if zero == 3 and kinds and not schedule.startswith("zb"):
         assert bound > 0.6 * peak
+
+
+def test_passes_that_may_follow_a_stage():
+    """A rank of 1F1B passes back through its stage twice in a row at the end, the last one never; Chimera's ranks pass
+    back through the other one's stage."""
+    assert following(make_schedule("1f1b", 2, 4), "ab") == [Then((True, True)), Then()]
+    assert following(make_schedule("chimera", 2, 2), "ab") == [Then(), Then(other=frozenset("a"))]
+    every = following(make_schedule("interleaved", 2, 4, 2), "abcd")
+    assert [then.other for then in every] == [frozenset(other) for other in ("c", "", "a", "b")]
 
 
 @pytest.mark.parametrize("kinds", [("activations",), ("optimizer", "activations", "parameters")], ids=str)
