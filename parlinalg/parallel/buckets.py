@@ -27,6 +27,7 @@ from parlinalg.parallel.handlers import ReductionPolicy
 Block = Any
 T = TypeVar("T")
 MIB = 1 << 20
+FIRST_BUCKET, BUCKET = MIB, 25 * MIB  # bytes from which a bucket is full, the first one early
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -278,3 +279,57 @@ def transient_bytes(loads: Iterable[Load]) -> int:
     transient = sorted((one.transient for one in each), reverse=True)[:filling]
     work = sorted((one.work for one in each), reverse=True)[:MOST_IN_FLIGHT]
     return sum(transient) + sum(work) + sum(one.kept + one.after for one in each)
+
+
+def bytes_in_buckets(layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET, limit: int = BUCKET) -> list[int]:
+    """Return the most bytes of gradients in buckets, and of their sums, while those of each layer arrive.  Pure.
+
+    Parameters
+    ----------
+    layers : sequence of sequence of Load
+        In the order of the backward pass, each gradient's, whose sums are formed in this pass.
+    first, limit : int
+        As of `in_order`.
+
+    Examples
+    --------
+    >>> layer = [Load("weights", transient=10, work=5)] * 2
+    >>> bytes_in_buckets([layer]), bytes_in_buckets([layer] * 3), bytes_in_buckets([layer] * 3, 10, 10)
+    ([30], [60, 60, 90], [30, 40, 40])
+    """
+    arriving = [(i, load) for i, loads in enumerate(layers) for load in loads if load.transient]
+    order = list(range(len(arriving)))
+    groups = list(
+        in_order(order, lambda n: arriving[n][1].kind, lambda n: arriving[n][1].transient, first, limit)
+    )  # fmt: skip
+    bucket_of = {n: b for b, group in enumerate(groups) for n in group}
+    sizes = [sum(arriving[n][1].transient for n in group) for group in groups]
+    work = [sum(arriving[n][1].work for n in group) for group in groups]
+    missing = [len(group) for group in groups]
+    most, held, started = [0] * len(layers), 0, 0
+    storage: dict[int, int] = {}
+    pool: list[int] = []
+    pending: list[int] = []
+
+    def complete(b: int) -> int:
+        if b in storage:
+            pool.append(storage.pop(b))
+        return work[b]
+
+    for n in order:
+        (i, load), b = arriving[n], bucket_of[n]
+        if b not in storage and missing[b] == len(groups[b]):
+            spare = pool.pop() if pool else 0
+            storage[b] = max(spare, sizes[b])
+            held += storage[b] - spare
+        missing[b] -= 1
+        while started < len(groups) and not missing[started]:
+            while len(pending) >= MOST_IN_FLIGHT:
+                held -= complete(pending.pop(0))
+            held += work[started]
+            pending.append(started)
+            if load.cast:
+                pool.append(storage.pop(started))
+            started += 1
+        most[i] = max(most[i], held)
+    return most

@@ -23,7 +23,8 @@ from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, copy_or_add
 from parlinalg.parallel.buckets import (
-    MIB,
+    BUCKET,
+    FIRST_BUCKET,
     MOST_IN_FLIGHT,
     Bucket,
     Load,
@@ -93,8 +94,9 @@ class GradientReducer:
     """
 
     def __init__(
-        self, parameters: Iterable[Parameter], handlers: Iterable[Handler] | None = None, first_bucket: int = MIB,
-        bucket: int = 25 * MIB, dtype: Any = None, chunks: Iterable[Iterable[Parameter]] = (),
+        self, parameters: Iterable[Parameter], handlers: Iterable[Handler] | None = None,
+        first_bucket: int = FIRST_BUCKET, bucket: int = BUCKET, dtype: Any = None,
+        chunks: Iterable[Iterable[Parameter]] = (),
     ) -> None:  # fmt: skip
         self.parameters = [p for p in distinct(parameters) if p.requires_grad]
         self.handlers = tuple(handlers or ())
@@ -156,6 +158,11 @@ class GradientReducer:
 
         passes = {number for chunks, _ in loads for number in chunks} or {0}
         return max(transient_bytes(reached(number)) for number in passes)
+
+    def loads(self) -> list[tuple[Parameter, Load]]:
+        """Return the bytes of each gradient, as of a bucket of its own, in the order of a backward pass."""
+        each = self.parameters[::-1]
+        return [(p, bucket_load(self._key(p)[1:], [p], self._policies[id(p)], self.dtype)) for p in each]
 
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:

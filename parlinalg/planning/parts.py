@@ -37,7 +37,7 @@ from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe, ProbeStore
 from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
-from parlinalg.parallel.buckets import largest
+from parlinalg.parallel.buckets import Load, largest
 from parlinalg.parallel.gatherer import Want, WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
@@ -256,6 +256,8 @@ class Part:
         `away`, that of `left`, and `array`, if they wait for a disk in this memory.
     tiled : tuple of two ints
         Bytes of the states that come and go in tiles, and of those tiles that a rank has room for in this memory.
+    loads : tuple of (int or None, Load)
+        The gradients that wait in buckets for the sums of a backward pass, in its order, with the numbers of `ties`.
     """
 
     trace: Trace
@@ -285,6 +287,7 @@ class Part:
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     queue: tuple[int, int, int] = (0, 0, 0)
     tiled: tuple[int, int] = (0, 0)
+    loads: tuple[tuple[int | None, Load], ...] = ()
     _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -685,6 +688,7 @@ class _Run:
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             0 if self.gatherer is None else self.gatherer.first_gathers, gathered, late, left,
+            loads=self.loads(),
         )  # fmt: skip
 
     @property
@@ -692,6 +696,12 @@ class _Run:
         """The gatherer of the weights, with ZeRO's stage 3."""
         found = next((p.storage.gatherer for p in self.parameters), None)
         return found if isinstance(found, WeightGatherer) else None
+
+    def loads(self) -> tuple[tuple[int | None, Load], ...]:
+        """Return the loads of gradients whose sums a backward pass forms, with the numbers of those that are tied."""
+        numbers = {id(p): i for i, p in enumerate(self.ties)}
+        found = [] if self.reducer is None else self.reducer.loads()
+        return tuple((numbers.get(id(p)), load) for p, load in found if load.transient)
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""

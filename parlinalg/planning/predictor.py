@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from parlinalg.parallel.buckets import Load, bytes_in_buckets
 from parlinalg.parallel.gatherer import dropped
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, Moment, SharedCores
@@ -128,6 +129,7 @@ class Predictor:
     def __init__(self, model: TracedModel) -> None:
         self.model = model
         self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
+        self._known_gradients: dict[tuple[int, ...], list[int]] = {}
 
     # -------------------------------------------------------------------------------------------- estimates
     def estimate(self, c: Candidate) -> Planned:
@@ -135,7 +137,16 @@ class Predictor:
         layers = self.model.layers(c)
         spec = self.model.short_mesh(c)
         figures = [self._offloading_figures(part, c) for part in layers]
-        stages = [_total(figures[a:b]) for a, b in self.model.cuts(spec)]
+        cuts = self.model.cuts(spec)
+        beside = [0] * len(cuts)
+        if c.zero == 3 and spec.schedule is not None and min(b - a for a, b in cuts) < 3:
+            first = {key: part.gathered[1] for key, part in zip(self.model.keys(c.dtype), layers, strict=True)}
+            then = self.model.following(c, spec.schedule, cuts)
+            beside = [max((first[key] for key in each.other), default=0) * each.again[True] for each in then]
+        stages = [
+            _total(self._in_stage(figures[a:b], layers[a:b], c, more))
+            for (a, b), more in zip(cuts, beside, strict=True)
+        ]
         if c.pipeline == 1:
             (one,) = stages
             one["message"] = 0
@@ -145,6 +156,32 @@ class Predictor:
             hidden = sum(f["backward"] for f in figures) if asynchronous else 0.0
             one["end"] = passes + max(*reduce, sum(reduce) - hidden) + sum(f["update"] for f in figures)
         return self._by_figures(c, stages, spec)
+
+    def _in_stage(
+        self, figures: Sequence[Figures], layers: Sequence[Part], c: Candidate, beside: int
+    ) -> Sequence[Figures]:  # fmt: skip
+        """Return the figures of a stage's layers, each with what it holds beside the others.
+
+        With ZeRO's stage 2 gradients of several layers fill buckets together.  With stage 3 those of the layer behind
+        arrive while the weights of two layers are gathered.  Weights of a stage's only layer stay for another pass,
+        while so many bytes are gathered for a pass of another stage.
+        """
+        if c.zero < 2:
+            return figures
+        key = tuple(map(id, layers))
+        if key not in self._known_gradients:
+            self._known_gradients[key] = _beside_gradients(layers)
+        beside *= sum(part.gathered[1] > 0 for part in layers) == 1
+        made = []
+        for i, (figure, more) in enumerate(zip(figures, self._known_gradients[key], strict=True)):
+            part, transient, later = layers[i], figure["transient"] + more, figure["late weights"] + more
+            if c.zero == 3 and (own := part.gathered[1]):
+                arriving = sum(behind.gathered[1] + behind.gradients for behind in layers[i + 1 : i + 2])
+                transient = max(transient, 2 * own + arriving)
+                if beside:
+                    transient, later = max(transient, 2 * own + beside + part.gradients), later + beside
+            made.append({**figure, "transient": transient, "late weights": later})
+        return made
 
     def stretched(self, c: Candidate) -> Planned:
         """Return what a candidate takes, where stages have many equal layers: of those with few and with some more.
@@ -609,6 +646,21 @@ def _beside(figures: Sequence[Figures], transient: str, held: str, passed: str |
         most = max(most, behind + figure[transient])
         behind += (0.0 if passed is None else figure[passed]) - figure[held]
     return most
+
+
+def _beside_gradients(layers: Sequence[Part]) -> list[int]:
+    """Return the bytes of gradients in buckets that each layer of a stage has beside its own.
+
+    Those of a tied parameter are complete in the first of its layers.
+    """
+    seen: set[int] = set()
+    loads: list[list[Load]] = []
+    for part in layers:
+        loads.append([load for tie, load in part.loads if tie not in seen])
+        seen |= {tie for tie, _ in part.loads if tie is not None}
+    every = bytes_in_buckets(loads[::-1])[::-1]
+    alone = [bytes_in_buckets([[load for _, load in part.loads]])[0] for part in layers]
+    return [max(0, n - own) for n, own in zip(every, alone, strict=True)]
 
 
 def _twice(figures: Sequence[Figures], name: str) -> float:

@@ -101,6 +101,7 @@ class TracedModel:
         self._ties: dict[str | None, list[frozenset[int]]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._shortens: dict[tuple[str | None, int], bool] = {}
+        self._following: dict[Any, list[Then]] = {}
         given = given_offload(config)
         self._may_offload_activations = "activations" in dict(given) if given else bool(self.homes)
 
@@ -385,15 +386,22 @@ class TracedModel:
             return [{}]
         ties, cuts = self.ties_of_stages(c, spec), self.cuts(spec)
         if c.zero == 3:
-            keys = self.keys(c.dtype)
-            every = following(spec.schedule, [keys[b - 1] for _, b in cuts])
-            ties = [{**of, "then": then} for of, then in zip(ties, every, strict=True)]
+            ties = [{**of, "then": then} for of, then in zip(ties, self.following(c, spec.schedule, cuts), strict=True)]
         if min(b - a for a, b in cuts) > 1 or self.config.model.name not in LANGUAGE:
             return [*ties]
         bare = [b - a <= (a == 0) + (b == self.depth) for a, b in cuts]
         on_rank = [[k.stage for k in chunks] for chunks in spec.schedule.chunks]
         ends = {s for s in range(len(cuts)) if all(all(bare[t] for t in own) for own in on_rank if s in own)}
         return [{**of, "ends": True} if s in ends else of for s, of in enumerate(ties)]
+
+    def following(self, c: Candidate, schedule: Schedule, cuts: Sequence[Cut]) -> list[Then]:
+        """Return for each stage the passes that may follow its own."""
+        keys = self.keys(c.dtype)
+        last = tuple(keys[b - 1] for _, b in cuts)
+        known = schedule.name, schedule.ranks, schedule.microbatches, last
+        if known not in self._following:
+            self._following[known] = following(schedule, last)
+        return self._following[known]
 
     def ties_of_stages(self, c: Candidate, spec: MeshSpec) -> list[dict[str, Any]]:
         """Return for each stage which of the tied parameters the stages of one rank share, as `trace_part` takes it.

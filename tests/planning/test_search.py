@@ -977,12 +977,25 @@ def test_pipelines_gather_ahead_once(schedule, zero, layers, recompute, kinds):
     c = replace(_candidate(2, 2, zero=zero, microbatches=8, schedule=schedule), recompute=recompute)
     c = replace(c, offload=_away(kinds))
     assert (0.94 if zero == 1 else 0.99) * peak <= predictor.full(c).bytes <= 1.1 * peak
-    if zero != 2:
-        assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.16)
+    rel = {1: 0.08, 2: 0.02, 3: 0.06}[zero]
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=rel)
     bound = Bounds(predictor.model).within(c, 1 << 40)[1]
     assert bound <= peak
     if zero == 3 and kinds and not schedule.startswith("zb"):
         assert bound > 0.6 * peak
+
+
+@pytest.mark.parametrize("hidden", [128, 512])
+@pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.parametrize("form", [{"data": 2}, {"pipeline": 2, "data": 2, "schedule": "1f1b"}], ids=str)
+def test_gradients_of_several_layers_fill_buckets_together(form, layers, hidden):
+    """With ZeRO's stage 2 they are whole until a bucket is full, and no trace of a single layer has them."""
+    model = {"name": "gpt", **DEEP, **FEW_WIDE, "num_hidden_layers": layers, "hidden_size": hidden}
+    predictor = _predictor(
+        model, form["data"] * form.get("pipeline", 1), batch=32, data={"name": "text", "sequence_length": 64}
+    )
+    c = _candidate(**form, zero=2, microbatches=4)
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.05)
 
 
 def test_passes_that_may_follow_a_stage():
@@ -1033,7 +1046,7 @@ LONG_ROWS = {"max_position_embeddings": 512, "num_hidden_layers": 4}
 LARGE_ROWS = {"max_position_embeddings": 1024, "num_hidden_layers": 4, "hidden_size": 1024}  # blocks of over 64 MiB
 PLAIN = [
     ({}, SHORT_ROWS), ({}, LONG_ROWS), ({"microbatches": 4}, LONG_ROWS), ({"microbatches": 4}, LARGE_ROWS),
-    ({}, LARGE_ROWS), *(({"data": 2, "zero": zero}, LONG_ROWS) for zero in (0, 1, 3)), ({"data": 2}, LARGE_ROWS),
+    ({}, LARGE_ROWS), *(({"data": 2, "zero": zero}, LONG_ROWS) for zero in range(4)), ({"data": 2}, LARGE_ROWS),
     ({"data": 2, "microbatches": 2}, SHORT_ROWS), ({"tensor": {"size": 2, "mode": "1d"}}, LONG_ROWS),
 ]  # fmt: skip
 
