@@ -177,7 +177,10 @@ class Predictor:
             part, transient, later = layers[i], figure["transient"] + more, figure["late weights"] + more
             if c.zero == 3 and (own := part.gathered[1]):
                 arriving = sum(behind.gathered[1] + behind.gradients for behind in layers[i + 1 : i + 2])
-                transient = max(transient, 2 * own + arriving)
+                if c.pipeline == 1:  # the trace has no other layer's weights
+                    transient += arriving + sum(other.gathered[1] for other in layers[max(0, i - 1) : i])
+                else:
+                    transient = max(transient, 2 * own + arriving)
                 if beside:
                     transient, later = max(transient, 2 * own + beside + part.gradients), later + beside
             made.append({**figure, "transient": transient, "late weights": later})

@@ -998,6 +998,17 @@ def test_gradients_of_several_layers_fill_buckets_together(form, layers, hidden)
     assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.05)
 
 
+@pytest.mark.parametrize("recompute", [None, "block"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("layers", [3, 8])
+def test_layers_beside_each_other_are_gathered(layers, microbatches, recompute):
+    """With ZeRO's stage 3 the weights of two are there at once, and the gradients of a third."""
+    model = {"name": "gpt", **DEEP, **FEW_WIDE, "num_hidden_layers": layers, "recompute": recompute}
+    predictor = _predictor(model, 2, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(2, zero=3, microbatches=microbatches), recompute=recompute)
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.03)
+
+
 def test_passes_that_may_follow_a_stage():
     """A rank of 1F1B passes back through its stage twice in a row at the end, the last one never; Chimera's ranks pass
     back through the other one's stage."""
