@@ -236,6 +236,8 @@ class Load(NamedTuple):
         What the sum is formed in: the cast, the terms of 16-bit floats, the part that arrives.
     after : int
         That part, where it stays to the end of the pass to be summed over other axes.
+    nbytes : int
+        The gradients, wherever they stay.
     """
 
     kind: Hashable
@@ -244,6 +246,7 @@ class Load(NamedTuple):
     cast: bool = False
     work: int = 0
     after: int = 0
+    nbytes: int = 0
 
 
 def bucket_load(
@@ -253,18 +256,18 @@ def bucket_load(
     first, n = group[0], sum(int(p.block.size) for p in group)
     sizes, scatter = first.grid.sizes, policy.scatter
     others = [a for a, size in sizes.items() if size > 1 and first.layout.where(a) is None and a not in scatter]
+    nbytes = n * first.dtype.itemsize
     if not scatter and not others:
-        return Load(kind)
+        return Load(kind, nbytes=nbytes)
     dtype = first.dtype if travels is None else travels
     cast = dtype != first.dtype
     if not scatter:
-        return Load(kind, work=dtype.itemsize * (cast * n + reduction_work(n, dtype)))
-    whole = n * first.dtype.itemsize if policy.stage >= 2 else 0
+        return Load(kind, work=dtype.itemsize * (cast * n + reduction_work(n, dtype)), nbytes=nbytes)
+    whole = nbytes if policy.stage >= 2 else 0
     part = dtype.itemsize * -(-n // math.prod(sizes[a] for a in scatter))
     work = dtype.itemsize * (cast * n + reduction_work(n, dtype, scatter=True)) + (0 if others else part)
-    return Load(
-        kind, whole if policy.keeps else 0, 0 if policy.keeps else whole, cast, work, part if others else 0
-    )  # fmt: skip
+    kept, transient = (whole, 0) if policy.keeps else (0, whole)
+    return Load(kind, kept, transient, cast, work, part if others else 0, nbytes)
 
 
 def transient_bytes(loads: Iterable[Load]) -> int:
@@ -293,15 +296,13 @@ def bytes_in_buckets(layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET
 
     Examples
     --------
-    >>> layer = [Load("weights", transient=10, work=5)] * 2
+    >>> layer = [Load("weights", transient=10, work=5, nbytes=10)] * 2
     >>> bytes_in_buckets([layer]), bytes_in_buckets([layer] * 3), bytes_in_buckets([layer] * 3, 10, 10)
     ([30], [60, 60, 90], [30, 40, 40])
     """
-    arriving = [(i, load) for i, loads in enumerate(layers) for load in loads if load.transient]
+    arriving = [(i, load) for i, loads in enumerate(layers) for load in loads]
     order = list(range(len(arriving)))
-    groups = list(
-        in_order(order, lambda n: arriving[n][1].kind, lambda n: arriving[n][1].transient, first, limit)
-    )  # fmt: skip
+    groups = list(in_order(order, lambda n: arriving[n][1].kind, lambda n: arriving[n][1].nbytes, first, limit))
     bucket_of = {n: b for b, group in enumerate(groups) for n in group}
     sizes = [sum(arriving[n][1].transient for n in group) for group in groups]
     work = [sum(arriving[n][1].work for n in group) for group in groups]

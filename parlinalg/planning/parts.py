@@ -37,7 +37,7 @@ from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe, ProbeStore
 from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
-from parlinalg.parallel.buckets import Load, largest
+from parlinalg.parallel.buckets import MOST_IN_FLIGHT, Load, bucket_load, largest
 from parlinalg.parallel.gatherer import Want, WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
@@ -168,16 +168,27 @@ class Late(NamedTuple):
     weights: int = 0
 
 
+class Ending(NamedTuple):
+    """The bytes beside what rests at the peak of a step's last microbatch in a pipeline, in which sums of gradients
+    start, and of what follows it: `whole` where gradients of weights do not come later, `later` where they do.  `sums`
+    are those of sums that may be in flight when the last pass of another stage begins."""
+
+    whole: int = 0
+    later: int = 0
+    sums: int = 0
+
+
 class Left(NamedTuple):
-    """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`, `transient`
-    and `late` as of a `Part`.  `forward` and `backward` are those at the peak of each pass beside what rests, with
-    ZeRO's stage 3 from the first gather on that the pass waits for.  `away` are those that are offloaded of what only
-    gradients of weights need, where these come later."""
+    """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`,
+    `transient`, `late` and `ending` as of a `Part`.  `forward` and `backward` are those at the peak of each pass beside
+    what rests, with ZeRO's stage 3 from the first gather on that the pass waits for.  `away` are those that are
+    offloaded of what only gradients of weights need, where these come later."""
 
     kept: int
     pending: int
     transient: int
     late: Late
+    ending: Ending
     forward: int
     backward: int
     away: int
@@ -219,7 +230,8 @@ class Part:
         Bytes that a microbatch keeps where a pipeline's schedule defers the gradients of weights: from the part of its
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
     peak : int
-        The most bytes at once, with one microbatch in flight.
+        The most bytes at once, with one microbatch in flight; in a pipeline before the last one of a step.
+    ending : Ending
     output : Between or None
         None of the last layer.
     message : int
@@ -281,6 +293,7 @@ class Part:
     first_gathers: int = 0
     gathered: tuple[int, int] = (0, 0)
     late: Late = field(default_factory=Late)
+    ending: Ending = field(default_factory=Ending)
     left: Left | None = None
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
@@ -349,13 +362,14 @@ class Part:
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
-        kept, pending, late = self.kept, self.pending, self.late
+        kept, pending, late, ending = self.kept, self.pending, self.late, self.ending
         values = weights - self.small
         terms = round(held * values / max(1, weights)) if self.settled else 0
         if "activations" in places and self.left is not None:
-            kept, pending, transient, late, *_ = self.left
+            kept, pending, transient, late, ending, *_ = self.left
         moving = in_transit(places, values, terms, self.largest)
         transient, late = transient + moving, Late(*(n + moving for n in late))
+        ending = Ending(ending.whole + moving, ending.later + moving, ending.sums)
         rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
         for (span, kind), (come, go) in offload_moves(places, values, terms, states, self.away).items():
@@ -387,7 +401,7 @@ class Part:
             events.append(event)
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
-            gradients=held, states=states, kept=kept, pending=pending, late=late,
+            gradients=held, states=states, kept=kept, pending=pending, late=late, ending=ending,
             peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
             queue=queue, tiled=tiled,
         )  # fmt: skip
@@ -660,17 +674,27 @@ class _Run:
             change(True, 1.0)
             states = max(0, world.device.held - held - world.device.live["gradients"])  # a GPU's buckets stay
             world.reset_peak()
+        rest, late, away, array, left = self.weights + gradients + states, Late(), 0, 0, None
         with world.trace() as trace:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
             forward, backward, *_ = *self.gathers, 0, 0
             passes, gathered = self._peak(), (forward, backward)
+            if update and not self.alone:
+                recorder, world.device.recorder = world.device.recorder, None
+                self.microbatch(rows, given, sync=False)  # which adds to gradients
+                passes = max(passes, world.peak_memory)
+                pending, late = self.deferred(rows, given, rest, kept)
+                away, array, left = self.offloaded(rows, given, update, rest, 0)
+                world.device.recorder = recorder
             if update:
                 with span("end"):
-                    self.microbatch(rows, given, sync=self.alone)
-                    passes = max(passes, world.peak_memory)
-                    world.reset_peak()
-                    if not self.alone:
+                    if self.alone:
+                        self.microbatch(rows, given, sync=True)
+                        passes = max(passes, world.peak_memory)
+                        world.reset_peak()
+                    else:
+                        world.reset_peak()
                         with span("reduce"):
                             self.settle()
                     with span("update"):
@@ -678,16 +702,22 @@ class _Run:
                 after = world.peak_memory
         own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
-        rest = self.weights + gradients + states if update else world.device.held
-        late = Late()
-        if not (update and self.alone):
-            pending, late = self.deferred(rows, given, rest, kept, after)
-        away, array, left = self.offloaded(rows, given, update, rest, after)
+        ending = Ending()
+        if update and not self.alone:
+            ending, after = self.ending(rows, given, rest, after, late.weights + pending), 0
+            if left is not None:
+                whole = min(ending.whole, left.backward + ending.sums)
+                left = left._replace(ending=Ending(whole, max(whole, left.late.weights + left.pending), ending.sums))
+        else:
+            if not update:
+                rest = world.device.held
+                pending, late = self.deferred(rows, given, rest, kept)
+            away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
             trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
-            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, late, left,
+            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, late, ending, left,
             loads=self.loads(),
         )  # fmt: skip
 
@@ -701,7 +731,7 @@ class _Run:
         """Return the loads of gradients whose sums a backward pass forms, with the numbers of those that are tied."""
         numbers = {id(p): i for i, p in enumerate(self.ties)}
         found = [] if self.reducer is None else self.reducer.loads()
-        return tuple((numbers.get(id(p)), load) for p, load in found if load.transient)
+        return tuple((numbers.get(id(p)), load) for p, load in found if load.transient or load.work)
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""
@@ -715,7 +745,7 @@ class _Run:
         """Run a microbatch that offloads the activations of the blocks, if there are any; return the bytes that it puts
         away, those of the largest array, and what is left in memory.
 
-        `rest` is what is held before, `after` the peak of what follows the microbatches of a step.
+        `rest` is what is held before, `after` the peak of what follows the microbatches of a step without a pipeline.
         """
         if not self.blocks:
             return 0, 0, None
@@ -728,9 +758,11 @@ class _Run:
                 kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
             transient = max(0, max(self.peaks[0], self._peak(), after) - rest - kept)
             (forward, backward), self.later = self.peaks, 0
-            last = self.deferred(rows, given, rest, kept, after, probe) if update and not self.alone else (0, Late())
-            late = Left(kept, last[0], transient, last[1], forward - rest, backward - rest, self.later)
-            return self.away, probe.array, late
+            pending, late = 0, Late()
+            if update and not self.alone:
+                pending, late = self.deferred(rows, given, rest, kept, probe)
+            left = Left(kept, pending, transient, late, Ending(), forward - rest, backward - rest, self.later)
+            return self.away, probe.array, left
 
     def _watch(self, gatherer: WeightGatherer) -> None:
         """Note the bytes of what is gathered ahead."""
@@ -828,12 +860,41 @@ class _Run:
                 self.peaks = forward, self.world.peak_memory
         return kept
 
+    def ending(self, rows: int, given: Between | None, rest: int, after: int, later: int) -> Ending:
+        """Return the `Ending`, by such a microbatch if sums of gradients take memory in the last one alone.
+
+        `after` is the peak of what follows, `later` those beside `rest` of gradients of weights that come last.
+        """
+        after, work = max(0, after - rest), [0]
+        if (reducer := self.reducer) is not None:
+            each = [([slot.parameter for slot in b.slots], b.policy) for b in reducer.buckets if not b.transient]
+            work += [bucket_load((), group, policy, reducer.dtype).work for group, policy in each]
+        if not (sums := sum(sorted(work)[-MOST_IN_FLIGHT:])):
+            return Ending(after, after)
+        self.world.reset_peak()
+        x = self._given(rows, given)
+        with self._training(), no_sync():
+            unit, grads = self._unit(x, *self._forward(x, self._targets(rows)))
+            del x
+            unit.backward(grads, starts=True)
+        self.settle()
+        whole = max(after, self.world.peak_memory - rest)
+        return Ending(whole, max(whole, later), sums)
+
+    def _unit(self, x: Any, y: Any, root: Any) -> tuple[InFlight, list[Any]]:
+        """Return a microbatch between its passes, and the gradients of its outputs."""
+        unit = InFlight(self.grid, [x] if isinstance(x, Tensor) else [], [] if self.last else [y])
+        if self.last:
+            unit.add(root, 1.0)
+            return unit, []
+        return unit, [zeros(y.shape, self.grid, y.layout, y.dtype).block]
+
     def deferred(
-        self, rows: int, given: Between | None, rest: int, kept: int, after: int, probe: ActivationProbe | None = None
+        self, rows: int, given: Between | None, rest: int, kept: int, probe: ActivationProbe | None = None
     ) -> tuple[int, Late]:  # fmt: skip
         """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
 
-        `rest` and `after` are as of `offloaded`, and `kept` is what is kept from the forward pass on.
+        `rest` is what is held before, `kept` what is kept from the forward pass on.
         """
         world, targets, held = self.world, self._targets(rows), self.world.device.held
         world.reset_peak()
@@ -841,12 +902,8 @@ class _Run:
         with self._training(), no_sync():
             with self._gathering():
                 y, root = self._forward(x, targets)
-                forward = max(self.begun, world.peak_memory, after)
-            unit, grads = InFlight(self.grid, [x] if isinstance(x, Tensor) else [], [] if self.last else [y]), []
-            if self.last:
-                unit.add(root, 1.0)
-            else:
-                grads.append(zeros(y.shape, self.grid, y.layout, y.dtype).block)
+                forward = max(self.begun, world.peak_memory)
+            unit, grads = self._unit(x, y, root)
             del x, y, root
             world.reset_peak()
             with self._gathering():

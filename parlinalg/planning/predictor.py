@@ -162,11 +162,11 @@ class Predictor:
     ) -> Sequence[Figures]:  # fmt: skip
         """Return the figures of a stage's layers, each with what it holds beside the others.
 
-        With ZeRO's stage 2 gradients of several layers fill buckets together.  With stage 3 those of the layer behind
-        arrive while the weights of two layers are gathered.  Weights of a stage's only layer stay for another pass,
-        while so many bytes are gathered for a pass of another stage.
+        With ZeRO's stage 2 gradients of several layers fill buckets together, with stage 1 their sums at the end of a
+        step.  With stage 3 those of the layer behind arrive while the weights of two layers are gathered.  Weights of a
+        stage's only layer stay for another pass, while so many bytes are gathered for a pass of another stage.
         """
-        if c.zero < 2:
+        if not any(part.loads for part in layers):
             return figures
         key = tuple(map(id, layers))
         if key not in self._known_gradients:
@@ -174,7 +174,9 @@ class Predictor:
         beside *= sum(part.gathered[1] > 0 for part in layers) == 1
         made = []
         for i, (figure, more) in enumerate(zip(figures, self._known_gradients[key], strict=True)):
-            part, transient, later = layers[i], figure["transient"] + more, figure["late weights"] + more
+            part = layers[i]
+            each_pass = more * (c.pipeline == 1 or any(load.transient for _, load in part.loads))
+            transient, later = figure["transient"] + each_pass, figure["late weights"] + each_pass
             if c.zero == 3 and (own := part.gathered[1]):
                 arriving = sum(behind.gathered[1] + behind.gradients for behind in layers[i + 1 : i + 2])
                 if c.pipeline == 1:  # the trace has no other layer's weights
@@ -183,7 +185,8 @@ class Predictor:
                     transient = max(transient, 2 * own + arriving)
                 if beside:
                     transient, later = max(transient, 2 * own + beside + part.gradients), later + beside
-            made.append({**figure, "transient": transient, "late weights": later})
+            ending = {name: figure[name] + more for name in ("ending", "late ending")}
+            made.append({**figure, **ending, "transient": transient, "late weights": later})
         return made
 
     def stretched(self, c: Candidate) -> Planned:
@@ -393,6 +396,8 @@ class Predictor:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
         made |= zip(LATE.values(), part.late, strict=True)
+        made["ending"], made["late ending"] = part.ending.whole - part.kept, part.ending.later - part.pending
+        made["sums"] = part.ending.sums
         made["away"], made["away late"], made["array"] = part.queue
         made["tiled"], made["tiles"] = part.tiled
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]
@@ -483,6 +488,7 @@ class Predictor:
             late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
             beside = partial(_passing, own, message, late)
             kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
+            kept, transient = max((kept, transient), *_ends(own, late), key=sum)
             transient += min(sum(f["tiled"] for f in own), max(f["tiles"] for f in own))
             here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
@@ -586,6 +592,16 @@ def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) 
     return passing + queue
 
 
+def _ends(figures: Sequence[Figures], late: bool) -> list[tuple[float, float]]:
+    """Return for each stage of a rank what it keeps and what passes where the rank's last pass is one of it.
+
+    Sums of the gradients of the others are in flight when it begins.
+    """
+    held, ending, passing = ("pending", "late ending", "late weights") if late else ("kept", "ending", "transient")
+    sums = [max((f["sums"] for f in figures if f is not own), default=0.0) for own in figures]
+    return [(f[held], max(f[ending], f[passing] + n)) for f, n in zip(figures, sums, strict=True)]
+
+
 def _simulated(
     schedule: Schedule, c: Candidate, costs: Costs, faster: SharedCores | None
 ) -> tuple[float, float, _InFlight, float]:
@@ -631,7 +647,7 @@ def _total(figures: Sequence[Figures]) -> Figures:
         made[name] -= _twice(figures, name)
     for name, held, passed in (
         ("transient", "kept", None), ("late forward", "kept", None), ("late inputs", "kept", "pending"),
-        ("late weights", "pending", None),
+        ("late weights", "pending", None), ("ending", "kept", None), ("late ending", "pending", None),
     ):  # fmt: skip
         made[name] = _beside(figures, name, held, passed)
     for name in ("message", "message words"):

@@ -976,9 +976,8 @@ def test_pipelines_gather_ahead_once(schedule, zero, layers, recompute, kinds):
     predictor = _predictor(model, 4, batch=32, data={"name": "text", "sequence_length": 64})
     c = replace(_candidate(2, 2, zero=zero, microbatches=8, schedule=schedule), recompute=recompute)
     c = replace(c, offload=_away(kinds))
-    assert (0.94 if zero == 1 else 0.99) * peak <= predictor.full(c).bytes <= 1.1 * peak
-    rel = {1: 0.08, 2: 0.02, 3: 0.06}[zero]
-    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=rel)
+    assert 0.99 * peak <= predictor.full(c).bytes <= (1.1 if zero == 3 else 1.04) * peak
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.06 if zero == 3 else 0.02)
     bound = Bounds(predictor.model).within(c, 1 << 40)[1]
     assert bound <= peak
     if zero == 3 and kinds and not schedule.startswith("zb"):
@@ -987,15 +986,17 @@ def test_pipelines_gather_ahead_once(schedule, zero, layers, recompute, kinds):
 
 @pytest.mark.parametrize("hidden", [128, 512])
 @pytest.mark.parametrize("layers", [3, 8])
+@pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("form", [{"data": 2}, {"pipeline": 2, "data": 2, "schedule": "1f1b"}], ids=str)
-def test_gradients_of_several_layers_fill_buckets_together(form, layers, hidden):
-    """With ZeRO's stage 2 they are whole until a bucket is full, and no trace of a single layer has them."""
+def test_gradients_of_several_layers_fill_buckets_together(form, zero, layers, hidden):
+    """With ZeRO's stage 2 they are whole until a bucket is full, and no trace of a single layer has them; with stage 1
+    it has not their sums at the end of a step."""
     model = {"name": "gpt", **DEEP, **FEW_WIDE, "num_hidden_layers": layers, "hidden_size": hidden}
     predictor = _predictor(
         model, form["data"] * form.get("pipeline", 1), batch=32, data={"name": "text", "sequence_length": 64}
     )
-    c = _candidate(**form, zero=2, microbatches=4)
-    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.05)
+    c = replace(_candidate(**form, zero=zero, microbatches=4), offload=_away(["activations"]))
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.07)
 
 
 @pytest.mark.parametrize("recompute", [None, "block"])
