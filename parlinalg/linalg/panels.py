@@ -70,8 +70,10 @@ class Panels(ABC):
     """
 
     STRIP = 512
-    lasting = False
+    keeps_panels = False
     """True if all panels are needed after the factorization: then ranks of one node keep them in shared memory."""
+    shared_panels = False
+    """True if they are kept there: where there was room for all."""
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
         self.tiles, self.a, self.shape, self.strip = tiles, a, shape, self.STRIP
@@ -131,20 +133,29 @@ class Panels(ABC):
                 self._lanes, self._passing, self.board = None, None, Board(tiles.down, None)
 
     def _find_lanes(self, n: int, stack: ExitStack) -> None:
-        """Find shared memory for all panels if they are to last, else for some at a time.  Collective."""
+        """Find shared memory for all panels if they are kept, and if there is room, else for some at a time.
+
+        Collective.
+        """
         size, across, itemsize = self.tiles.size, self.tiles.across, self.a.itemsize
-        numbers, lanes = Meeting.SPREAD * across.size, None
-        for keep in (True, False)[not self.lasting :]:
-            tops = map(self.row, range(0, n, size)) if keep else [0] * LANES
+        numbers = Meeting.SPREAD * across.size  # of the counters behind the panels
+
+        def ends_and_room(tops: Iterable[int]) -> tuple[Any, int]:
+            """Return where panels from these rows on end, and the room for them, in numbers of 8 bytes."""
             ends = np.cumsum([(len(self.rows) - top + 2 * size + 4) * size for top in tops])
-            room = -(-int(ends[-1]) * itemsize // 8)
-            whole = (room + numbers,)
-            lanes = lasting(across, *whole, np.int64) if keep else stack.enter_context(common(across, whole, np.int64))
-            if lanes is not None:
-                break
-        self.lasting = keep and lanes is not None
+            return ends, -(-int(ends[-1]) * itemsize // 8)
+
+        lanes = None
+        if self.keeps_panels:
+            ends, room = ends_and_room(map(self.row, range(0, n, size)))
+            lanes = lasting(across, room + numbers, np.int64)
+            self.shared_panels = lanes is not None
+        if lanes is None:
+            ends, room = ends_and_room([0] * LANES)
+            lanes = stack.enter_context(common(across, (room + numbers,), np.int64))
         if lanes is not None:
-            self._starts, places = [0, *ends[:-1].tolist()], len(ends) + 3 * keep
+            places = len(ends) + 3 * self.shared_panels  # of panels that are kept none is written twice
+            self._starts = [0, *ends[:-1].tolist()]
             self._passing = Passing(across, lanes[room:], places, seldom=not len(self.columns))
             self._lanes = lanes[:room].view(self.a.dtype)
 

@@ -60,7 +60,7 @@ class QR(Panels):
     ) -> None:
         super().__init__(tiles, a, shape, extra)
         self._keep, self._once = keep, hold_once and tiles.R == 1
-        self.lasting = keep and tiles.R == 1 and not hold_once
+        self.keeps_panels = keep and tiles.R == 1 and not hold_once
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
 
@@ -111,7 +111,7 @@ class QR(Panels):
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         own = not self._once or self.tiles.owner(k)[1] == self.tiles.j
-        if self._keep and own and self._lanes is not None and not self.lasting:
+        if self._keep and own and self._lanes is not None and not self.shared_panels:
             panel = panel.copy()
         found = Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b])
         if self._keep:

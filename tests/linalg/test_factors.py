@@ -989,3 +989,33 @@ def test_columns_that_do_not_lie_a_power_of_two_apart(shape, threads, dtype, mon
     assert abs(lower).max() <= 1.5  # a complex pivot has the largest sum of its parts
     np.testing.assert_array_equal(whole[len(a) :], 7)
     np.testing.assert_array_equal(a[:, -2:], 5)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_factorizations_that_are_held_have_memory_of_their_own(make_grid, world, monkeypatch, dtype):
+    """Of panels that ranks share; the next factorization gets that of one that is gone."""
+    monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
+    monkeypatch.setattr(blocks, "FEW", 8)
+    grid, rng = make_grid({"r": world.size}), np.random.default_rng(3)
+    if not grid.backend.host_memory or world.local_size < world.size:
+        return
+    given = [random((90, 60), dtype, rng) for _ in range(3)]
+    arrays = [pla.distribute(a, grid, Layout("r", None)) for a in given]
+
+    def place(factor):
+        assert factor._work.shared_panels
+        return factor._work.kept[0].y.ctypes.data
+
+    def right(factor, a):
+        np.testing.assert_allclose(factor.Q().gather() @ factor.R.gather(), a, atol=1e-12)
+
+    first, second = map(linalg.qr_factor, arrays[:2])
+    assert place(first) != place(second)
+    for factor, a in zip((first, second), given[:2], strict=True):
+        right(factor, a)
+    before = place(second)
+    del factor, first, second
+    third = linalg.qr_factor(arrays[2])
+    assert place(third) == before
+    right(third, given[2])
