@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
 
 
+FAR = 30
+"""Powers of two by which a matrix is made smaller for QR where sums of up to as many elements overflow."""
 LONG_OF_ONE = 2
 """Rows of a matrix by its columns from which on one rank factors it by QR first."""
 
@@ -533,23 +535,38 @@ class QRFactor(Factor):
         a = as_matrix(a, name)
         super().__init__(a)
         (m, n), self.tiles = a.shape, tiles_for(a, block, "qr")
-        self.rows, self.columns, extra = self.tiles.rows(m), self.tiles.columns(n), 0
-        width = 0
+        self.rows, self.columns = self.tiles.rows(m), self.tiles.columns(n)
         if b is not None:  # right-hand sides are further columns, in tiles behind those of A, and become Qᴴ b
-            extra = b.shape[1]
-            self._more = [x[x >= n] - n for x in self.tiles.columns(n + extra)]
-            width = len(self._more[self.tiles.j])
+            self._more = [x[x >= n] - n for x in self.tiles.columns(n + b.shape[1])]
+        odd = self._run(a, b, keep)
+        refuse_odd(odd > 1, name)
+        if odd:  # sums of elements near the largest number are beyond it, though R may not be
+            self._run(a, b, keep, 0.5**FAR)
+            with np.errstate(over="ignore"):
+                self._work.a *= self.dtype.type(2.0**FAR)
+
+    def _run(self, a: DistArray, b: DistArray | None, keep: bool, scale: float = 1.0) -> float:
+        """Factor A and b times a power of two; return 2 if they have NaNs or infinities, 1 if R has, else 0.
+
+        Collective.
+        """
+        (m, n), width = a.shape, 0 if b is None else len(self._more[self.tiles.j])
         t = self.tiles.bring(a, self.rows, self.columns, more=width)
         if b is not None:
             sides = self.tiles.bring(b, self.rows, self._more)
             if self.grid.inside:
                 t[:, t.shape[1] - width :] = sides
             del sides
+        if scale != 1:
+            t *= self.dtype.type(scale)
         finite = kernels.finite(t)
-        self._work = QR(self.tiles, t, (m, n), extra, keep)
+        self._work = QR(self.tiles, t, (m, n), 0 if b is None else b.shape[1], keep)
+        del t
         with np.errstate(all="ignore"):
             self._work.run()
-        refuse_odd(self.tiles.worst([not finite])[0], name)
+        mine = len(self.tops[self.tiles.i]) if self.grid.inside else 0
+        r = self._work.a[:mine, : len(self.columns[self.tiles.j])]
+        return self.tiles.worst([2 if not finite else not kernels.finite(r)])[0]
 
     @cached_property
     def tops(self) -> list[Numbers]:

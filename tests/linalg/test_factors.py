@@ -1019,3 +1019,23 @@ def test_factorizations_that_are_held_have_memory_of_their_own(make_grid, world,
     third = linalg.qr_factor(arrays[2])
     assert place(third) == before
     right(third, given[2])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("shape", [(40, 3), (60, 60), (90, 30), (30, 90)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qr_near_the_largest_number(grid, dtype, shape):
+    """Sums of elements are beyond it, where R is not: there LAPACK has infinities, and so NumPy."""
+    rng, limits = np.random.default_rng(4), np.finfo(dtype)
+    a = random(shape, dtype, rng)
+    most = limits.dtype.type(limits.max)
+    a *= most / limits.dtype.type(1.05 * max(np.linalg.norm(a, axis=0).max(), np.abs(a).max()))
+    a[0, -1] = 0
+    x, small = pla.distribute(a, grid, Layout(grid.axes, None)), a / most
+    (q, r), want = linalg.qr(x), abs(np.linalg.qr(small).R)
+    np.testing.assert_allclose(abs(r.gather()) / most, want, atol=100 * eps(dtype))
+    np.testing.assert_allclose(q.gather() @ (r.gather() / most), small, atol=100 * eps(dtype))
+    np.testing.assert_allclose(
+        linalg.svdvals(x / limits.dtype.type(8)).gather() / most * 8, np.linalg.svd(small, compute_uv=False),
+        atol=100 * eps(dtype),
+    )  # fmt: skip
