@@ -33,6 +33,7 @@ from parlinalg.linalg.vectors import (
     assumed_steps,
     columns,
     met_odd,
+    precise,
     product,
     refuse_scipy,
     shifted,
@@ -51,8 +52,7 @@ class _System:
     def __init__(self, name: str, a: Any, b: Any, x0: Any, m: Any, rtol: float, atol: float, maxiter: Any) -> None:
         rtol, atol = tolerance(f"{name}: rtol", rtol), tolerance(f"{name}: atol", atol)
         maxiter = None if maxiter is None else whole(f"{name}: maxiter", maxiter, 0)
-        kinds = [getattr(v, "dtype", np.dtype(np.float32)) for v in (a, b, x0)]
-        self.dtype = np.result_type(*kinds, np.float32)
+        self.dtype = precise(a, b, x0)
         self.name, self._given = name, {"A": a, "M": m}
         b, self._back = columns(name, b, [v for v in (a, m) if isinstance(v, DistArray)])
         self.b = b = b.astype(self.dtype, copy=False)
@@ -858,8 +858,7 @@ class _Bidiagonalization:
     """
 
     def __init__(self, forward: Apply, backward: Apply, a: Any, b: Any, x0: Any) -> None:
-        kinds = [x.dtype for x in (a, b, x0) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
-        dtype = np.result_type(*kinds, np.float32)
+        dtype = precise(a, b, x0)
         self._given = {"A": a}
         u, self._back = columns("lsqr", b, [a])
         rows, layout, u = u.shape, u.layout, u.astype(dtype, copy=False)

@@ -36,6 +36,7 @@ from parlinalg.linalg.vectors import (
     assumed_steps,
     lead_of,
     met_odd,
+    precise,
     product,
     refuse_scipy,
     shifted,
@@ -90,7 +91,7 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
     if isinstance(a, DistArray) and a.ndim > 1:
         a, adjoint = a.summed(), a.summed().mT.conj()
         forward, backward = (lambda x: matmul(a, x)), (lambda y: matmul(adjoint, y))
-        return _Products(forward, backward, a.shape[-2:], _precise(a), a.layout.dims[-1], a.grid)
+        return _Products(forward, backward, a.shape[-2:], precise(a), a.layout.dims[-1], a.grid)
     refuse_scipy(a, name)
     if not isinstance(a, tuple) or len(a) != 2 or not all(map(callable, a)):
         raise LinAlgError(
@@ -109,7 +110,7 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
 
         return times
 
-    one = _near_one(v.astype(_precise(v)))[:, None]
+    one = _near_one(v.astype(precise(v)))[:, None]
     image = checked(a[0], None, "A x")(one)
     m, dtype = image.shape[0], np.result_type(one.dtype, image.dtype)
     return _Products(checked(a[0], m, "A x"), checked(a[1], n, "Aᴴ y"), (m, n), dtype, v.layout.dims[0], v.grid)
@@ -122,11 +123,6 @@ def _begin(v0: Any, n: int, grid: Grid, name: str) -> DistArray:
         given += " on another grid" if isinstance(v0, DistArray) and v0.grid is not grid else ""
         raise ValueError(f"{name}: v0 is a DistArray of shape ({n},) on the grid of A, not {given}")
     return v0.summed()
-
-
-def _precise(*arrays: Any) -> np.dtype[Any]:
-    """Return the dtype in which eigenvalues of these are found: float32 stays, integers become float64."""
-    return np.result_type(*(x.dtype for x in arrays if isinstance(x, DistArray)), np.float32)
 
 
 def _one_by_one(
@@ -219,7 +215,7 @@ def eigsh(
     k, tol = _count(k, n, "eigsh", n - 1), tolerance("eigsh: tol", tol)
     if v0 is not None:
         v0 = _begin(v0, n, A.grid if isinstance(A, DistArray) else v0.grid, "eigsh")
-    dtype = _precise(A, v0)
+    dtype = precise(A, v0)
     sigma = None if sigma is None else _shift(sigma)
     if lead_of(A):
         options: Any = {"sigma": sigma, "which": which, "v0": v0, "ncv": ncv, "maxiter": maxiter, "tol": tol}
@@ -641,7 +637,7 @@ def lobpcg(
     if k < 1 or 3 * k > n:
         most = f"1 to {n // 3} vectors" if n >= 3 else "no vectors"
         raise ValueError(f"lobpcg takes {most} of {n} elements, not {k}; eigh has all of them")
-    dtype = _precise(A, X, B)
+    dtype = precise(A, X, B)
     if any(map(lead_of, (A, X, B, M))):
         options: Any = {"tol": tol, "maxiter": maxiter, "largest": largest, "callback": callback}
         shapes = [("values", (k,)), ("m", (n, k))]

@@ -398,6 +398,12 @@ def tolerance(name: str, value: Any) -> float:
     return found
 
 
+def precise(*arrays: Any) -> np.dtype[Any]:
+    """Return the dtype in which methods compute with these: float32 stays, integers and booleans become float64."""
+    kinds = [x.dtype for x in arrays if isinstance(x, DistArray)]
+    return np.result_type(*(np.float64 if kind.kind in "biu" else kind for kind in kinds), np.float32)
+
+
 def lead_of(a: Any) -> tuple[int, ...]:
     """Return the leading dims of a stack of matrices; none of a function."""
     return a.shape[:-2] if isinstance(a, DistArray) else ()

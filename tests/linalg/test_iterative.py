@@ -1190,3 +1190,18 @@ def test_wrong_use(grid):
             call()
     with pytest.raises(TypeError, match="it stops where an answer is good enough"):
         cg(pla.Tensor(a), b)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint16", "bool"])
+def test_small_integers_and_booleans_become_float64(grid, kind):
+    """As in all of linear algebra; NumPy's promotion with float32 would keep half the digits."""
+    a, b = (5 * np.eye(6) + 1).astype(kind), np.array([1, 0, 1, 1, 0, 1], kind)
+    a = np.eye(6, dtype=bool) if kind == "bool" else a
+    A, B = placed(grid, a, 1), placed(grid, b, 1)
+    want = np.linalg.solve(a, b)
+    solutions = [cg(A, B), cg(A, B, pipelined=True), minres(A, B), gmres(A, B)]
+    for x in (*(x for x, _ in solutions), lsqr(A, B).x):
+        assert x.dtype == np.float64
+        close(x, want, 1e-5)
+    assert eigsh(A, 2).eigenvalues.dtype == svds(A, 2).S.dtype == svd_lowrank(A, 2).S.dtype == np.float64
+    assert lobpcg(A, placed(grid, random(6, 2).astype(np.float32), 1)).eigenvalues.dtype == np.float64
