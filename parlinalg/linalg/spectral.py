@@ -331,7 +331,8 @@ def _of_tall(x: DistArray, alone: bool) -> SVDResult | None:
         del r, last
         u = DistArray(y @ u, x.shape, rest, grid)
         del y
-        return _with_right(u.redistribute(layout), s, vh)
+        values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
+        return SVDResult(u.redistribute(layout), values, distributed(vh, layout, grid, (n, n)))
     if grid.inside:
         kernels.substitute(last, y, right=True, lower=True, adjoint=True)
     q = DistArray(y, x.shape, rest, grid).redistribute(layout)
@@ -358,14 +359,9 @@ def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
     top, k = (n, n) if q is not None else (m, m if full_matrices else n)
     u, s, vh = _from_first_rank(r, (top, n), grid, "svd", full_matrices)
     u = distributed(u, layout, grid, (top, k))
-    return _with_right(u if q is None else _completed(q, u, m if full_matrices else n, layout), s, vh)
-
-
-def _with_right(u: DistArray, s: Any, vh: Any) -> SVDResult:
-    """Return U, and the n singular values and Vᴴ [n, n], which all ranks have, as distributed arrays that fit to U."""
-    layout, n = u.layout, min(u.shape[1], u.shape[0])
-    values = distributed(s, Layout(layout.dims[-1]), u.grid, (n,))
-    return SVDResult(u, values, distributed(vh, layout, u.grid, (n, n)))
+    u = u if q is None else _completed(q, u, m if full_matrices else n, layout)
+    values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
+    return SVDResult(u, values, distributed(vh, layout, grid, (n, n)))
 
 
 def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFactor | None]:
