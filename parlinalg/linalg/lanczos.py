@@ -634,9 +634,10 @@ def lobpcg(
         given = f"one of shape {X.shape}" if isinstance(X, DistArray) else f"a {type(X).__name__}"
         raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {given}")
     (n, k), maxiter = X.shape[-2:], whole("lobpcg: maxiter", maxiter, 0)
-    if k < 1 or 3 * k > n:
-        most = f"1 to {n // 3} vectors" if n >= 3 else "no vectors"
-        raise ValueError(f"lobpcg takes {most} of {n} elements, not {k}; eigh has all of them")
+    if n < 3:
+        raise ValueError(f"lobpcg takes vectors of at least 3 elements, not {n}; eigh has all of them")
+    if not 1 <= k <= n // 3:
+        raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
     dtype = precise(A, X, B)
     if any(map(lead_of, (A, X, B, M))):
         options: Any = {"tol": tol, "maxiter": maxiter, "largest": largest, "callback": callback}

@@ -309,12 +309,6 @@ def _stacked(
 
     There are sums of squares if there are more rows than columns and all matrices have full rank.
     """
-    try:
-        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except ValueError:
-        raise LinAlgError(
-            f"the leading dims of lstsq's stacks do not fit to each other: {a.shape} and {b.shape}"
-        ) from None
     (m, n), k = a.shape[-2:], min(a.shape[-2:])
 
     def local(xp: Any, p: Any, q: Any) -> tuple[Any, ...]:

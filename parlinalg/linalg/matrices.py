@@ -202,7 +202,11 @@ def batches(
     As many matrices as ranks, or more, are distributed and computed by each rank alone, by `local(xp, blocks)`; fewer
     are computed one after the other by all ranks, by `one`.
     """
-    stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
+    try:
+        stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
+    except ValueError:
+        given = " and ".join(str(a.shape) for a in arrays)
+        raise LinAlgError(f"the leading dims of {name}'s stacks do not fit to each other: {given}") from None
     arrays = tuple(a if a.shape[:-2] == stacks else broadcast_to(a, (*stacks, *a.shape[-2:])) for a in arrays)
     grid, count = arrays[0].grid, math.prod(stacks)
     rest = arrays[like].layout.with_partial(())

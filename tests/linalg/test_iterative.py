@@ -1170,7 +1170,7 @@ def test_wrong_use(grid):
         (lambda: lsqr(a, b, x0=np.zeros(6)), ValueError, "x0 is a DistArray of the solution's shape on b's grid"),
         (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, .* or two functions .*, not \(6,\)"),
         (lambda: lobpcg(a, b[:, None], -a), np.linalg.LinAlgError, "only 0 independent vectors of 1, or B is not def"),
-        (lambda: lobpcg(a[:2, :2], b[:2, None]), ValueError, "lobpcg takes no vectors of 2 elements, not 1"),
+        (lambda: lobpcg(a[:2, :2], b[:2, None]), ValueError, "lobpcg takes vectors of at least 3 elements, not 2"),
         (lambda: lsqr(a, b * np.inf), ValueError, "lsqr takes finite numbers; the right-hand side has NaNs"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
         (lambda: eigsh(a, 2, v0=b * 0), ValueError, "eigsh: v0 is zero"),

@@ -268,6 +268,14 @@ def test_wrong_least_squares(grid):
             which[...] = 1
 
 
+@pytest.mark.parametrize("name", ["solve", "solve_triangular", "lstsq"])
+def test_stacks_that_do_not_fit_are_named(grid, name):
+    a, b = pla.ones((2, 3, 3), grid), pla.ones((4, 3, 1), grid)
+    with pytest.raises(np.linalg.LinAlgError) as error:
+        getattr(linalg, name)(a, b)
+    assert str(error.value) == f"the leading dims of {name}'s stacks do not fit to each other: (2, 3, 3) and (4, 3, 1)"
+
+
 def test_least_squares_of_stacks_that_lie_shared_out_move_nothing(grid):
     count = 2 * grid.size
     layout = grid.default_layout((count,))
