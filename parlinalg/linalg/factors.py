@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
 
 
-FAR = 30
-"""Powers of two by which a matrix is made smaller for QR where sums of up to as many elements overflow."""
+SMALLER = 30
+"""A matrix whose R is not finite is factored again, divided by 2 to this power: sums of so many elements fit then."""
 LONG_OF_ONE = 2
 """Rows of a matrix by its columns from which on one rank factors it by QR first."""
 
@@ -541,9 +541,9 @@ class QRFactor(Factor):
         odd = self._run(a, b, keep)
         refuse_odd(odd > 1, name)
         if odd:  # sums of elements near the largest number are beyond it, though R may not be
-            self._run(a, b, keep, 0.5**FAR)
+            self._run(a, b, keep, 0.5**SMALLER)
             with np.errstate(over="ignore"):
-                self._work.a *= self.dtype.type(2.0**FAR)
+                self._work.a *= self.dtype.type(2.0**SMALLER)
 
     def _run(self, a: DistArray, b: DistArray | None, keep: bool, scale: float = 1.0) -> float:
         """Factor A and b times a power of two; return 2 if they have NaNs or infinities, 1 if R has, else 0.

@@ -996,7 +996,8 @@ def test_gradients_of_several_layers_fill_buckets_together(form, zero, layers, h
         model, form["data"] * form.get("pipeline", 1), batch=32, data={"name": "text", "sequence_length": 64}
     )
     c = replace(_candidate(**form, zero=zero, microbatches=4), offload=_away(["activations"]))
-    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.07 if hidden > 128 else 0.15)
+    least = 0.9 if zero == 1 and "pipeline" in form else 0.93  # its plan has all sums at its peak
+    assert least <= predictor.estimate(c).bytes / predictor.full(c).bytes <= 1.01
 
 
 @pytest.mark.parametrize("recompute", [None, "block"])
