@@ -42,6 +42,7 @@ EXTRAS = (
     ("cudnn", "fused attention on GPUs", "pip install 'parlinalg[cudnn13]' (CUDA 13), or parlinalg[cudnn12] (CUDA 12)"),
 )
 TRIAL_SECONDS = 60
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def add(commands: Commands) -> None:
@@ -138,6 +139,8 @@ def _page(
     lines += _rows("ranks", [f"{comm.size} ({by_host})", *([] if comm.size > 1 else [_how_to_start()])])
     shared = "" if sharers == 1 else f", shared by {sharers} ranks"
     lines += _rows("cores", [f"{len(cores())} for rank 0{shared}"])
+    if comm.local_size < comm.size and (tcp := congestion_control()):
+        lines += _rows("TCP", [tcp])
     lines += _rows("BLAS", [f"{_blas()}, {threads} thread{'s' * (threads > 1)} a rank"])
     lines += _rows("memory", _shared_memory())
     lines += _rows("kernels", [compiled.about()])
@@ -164,6 +167,16 @@ def _shared_memory() -> list[str]:
     free, whole = (format_bytes(blocks * room.f_frsize) for blocks in (room.f_bavail, room.f_blocks))
     left = leftovers()
     return [f"{FOLDER}: {free} of {whole} are free", *([report_left(left)] if left else [])]
+
+
+def congestion_control() -> str:
+    """Return how TCP finds its rate on this host, with a warning if it is BBR; empty where Linux does not say."""
+    try:
+        name = CONGESTION.read_text().strip()
+    except OSError:
+        return ""
+    slow = ": slow where long blocks go both ways at once; cubic is not, if MPI runs over TCP" if "bbr" in name else ""
+    return f"congestion control {name}{slow}"
 
 
 def _rows(head: str, texts: list[str]) -> list[str]:

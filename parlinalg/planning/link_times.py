@@ -222,7 +222,7 @@ def bounded(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, 
     [(2, 256.0, 1.0), (2, 4096.0, 1.0), (4, 240.0, 2.0), (4, 4080.0, 4.0)]
     """
     rows = sorted(rows)
-    return [(p, n, min(t for q, k, t in rows if q >= p and ALIKE * k >= n)) for p, n, _ in rows]
+    return [(p, n, min(t * max(1, n / k) for q, k, t in rows if q >= p and ALIKE * k >= n)) for p, n, _ in rows]
 
 
 def _operation(rows: Iterable[tuple[int, float, float]], bandwidth: float) -> Operation:

@@ -28,6 +28,15 @@ def test_every_rank_has_a_host_of_its_own(across_hosts: Run) -> None:
     assert done.stdout.split() == ["1"] * 3
 
 
+def test_no_host_has_the_machines_congestion_control(across_hosts: Run) -> None:
+    """With BBR blocks that go both ways at once take up to three times as long."""
+    own = "open('/proc/sys/net/ipv4/tcp_congestion_control').read().strip()"
+    program = f"from parlinalg.comm import open_comm; c = open_comm(); t = c.share({own}); c.rank or print(*t)"
+    done = across_hosts(3, ["-c", program], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["reno"] * 3
+
+
 def test_the_hosts_of_a_core_are_one_group_of_the_scheduler(across_hosts: Run, cluster_name: str) -> None:
     """A rank that yields while it waits yields to the ranks of other hosts too."""
     cpu = Path("/sys/fs/cgroup/cpu")

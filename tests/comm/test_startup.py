@@ -131,3 +131,14 @@ def test_the_doctor_reports_and_cleans(folder: Path, capsys: pytest.CaptureFixtu
     assert main(["doctor", "--clean"]) == 0
     assert "removed 1 file of dead runs" in capsys.readouterr().out
     assert not dead.exists()
+
+
+@pytest.mark.parametrize(("name", "told"), [("bbr", "slow where"), ("cubic", "control cubic")])
+def test_the_doctor_names_a_slow_congestion_control(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CONGESTION", tmp_path / "tcp_congestion_control")
+    assert not doctor.congestion_control()
+    doctor.CONGESTION.write_text(f"{name}\n")
+    assert told in doctor.congestion_control()
+    assert ("slow" in doctor.congestion_control()) == (name == "bbr")
