@@ -295,42 +295,27 @@ SHORT = """- Each setting here is one run, in which the doctor measured the mach
   say little: the same day a run of pipelines on 2 ranks whose interleaved steps took 1,500 to 1,970 ms was 24% off at
   worst, and of GPTs on 4 ranks 10.8%; these two had pairs of steps in the wrong order, and one of pipelines on 4 ranks
   had one. Here are the runs of idle cores.
-- At 200 Mbit/s there were four runs of all schemes, idle, predicted by equal code: on 2026-11-26 5.9% off in the median
-  and 15.9% at worst, no pair in the wrong order; on the 27th 5.8% and 15.4%, 3 of 35 pairs (data 2 × 2D took 539 ms
-  where 622 were told; the doctor had found all-gathers and reduce-scatters of 256 KiB among two ranks to take 16.0 and
-  13.4 ms, in the shipped file 9.2 and 9.3), 4.2% and 12.1%, 1 of 32 (3D, told 1% faster than 2D on 4 × 2, took 13%
-  longer), and the one shown, none. 3D is told 7 to 13% too fast in all of them.
-- At 1 Gbit/s the run of all schemes before the one shown, on the 27th too, was 2.9% off in the median, 7.1% at worst,
-  with no pair in the wrong order. In the one shown 1D, told to take 327 ms, took 303, and ZeRO 3, told 314, took 336;
-  both have quartiles of 15 to 30 ms.
-- No error of the model was found by which 3D alone is too fast. With a rank a host no two groups share a link, and
-  nearly all its operations are waited for at once, so that none are in flight together. Its words and operations are
-  those of 2.5D on k, but for small all-reduces; it has 36 copies a step where that has 131, as it cuts leading dims
-  only, which makes 31 of the milliseconds between their predictions. In the plans below forms with 3D are told from
-  16% too fast to 7% too slow. By the shipped machine's file, of another run, it is told to
-  take 604 ms and 2D on 4 × 2 594 ms, in the measured order. Not looked into: the doctor times operations among
-  neighbours, of which two are on different cores; those of 3D's axes i and j have one.
+- Steps on emulated hosts are told 3 to 10% too fast. In the steps a sum of 1 MiB over 8 ranks takes 82 ms from the
+  last rank's start (1.12 times the link's time), alone 79, and ranks come to it a few milliseconds apart. ZeRO 3 at 1
+  Gbit/s, whose gathers are in flight while ranks compute, is told 16% too fast.
+- Until 2026-11-28 hosts had the machine's own congestion control, BBR, and links that let 128 to 256 KiB pass at once
+  after a pause. Then 2.5D on 2 × 2 × 2 took 604 ms, not 554, 3D on the 27th was told 7 to 13% too fast, up to 3 pairs
+  of 38 were in the wrong order, and no cause was found. With BBR exchanges of 128 KiB between two ranks
+  took 9 to 13 ms in some runs and 5.5 in others, where the link takes 5.2, all-to-alls of 64 KiB 3.5 times the link's
+  time; with Reno all collectives of 16 to 256 KiB among 2, 4 and 8 ranks take 1.05 times, whatever was before. With
+  Reno and the old links alone forms with short operations were told 6 to 15% too slow, as what followed computing was
+  for nothing: the links' burst is what they carry in 0.8 ms now. Both were changed after single operations, with the
+  tables above in sight.
 - What others used is the most of a half second before each round and of all rounds together; on the emulated hosts it
   was the half second after the doctor.
 - On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), and a rank that waits polls, yielding its
   core between two looks. The hosts of a core are in one control group: a yield passes the core on within a group only,
   and Hydra starts each host's ranks in a session, which Linux gives a group of its own (autogroup).
-- Until 2026-11-26 the system placed the ranks. Those that poll look busy to it, so that it moved none: in four runs of
-  one pipeline four ranks that computed shared a core while the other core's polled, or six of eight shared one, and its
-  step took 745 to 1010 ms; with cores that are kept it took 818 to 952. Forms with the most messages were told up to
-  22% too fast then, pipelines 9 to 37%.
 - Most of what pipelines were told too fast was computing. In 256 tokens' forward pass of a layer the processor time of
   a rank was 12 to 13 ms where 9 were told: products take 10% longer beside seven other ranks, the interpreter, whose
   data four ranks push out of a core's cache in turn, twice as long, and both up to 20% longer while a message is
   awaited. Passes of pipelines that span nodes take this last (`slowdown`) now, and the doctor measures it with layers
   that are mostly the interpreter's time, beside products.
-- Links let pass at once after a pause what they carry in 2 ms, at least 128 KiB (the burst of their token bucket). It
-  was 256 KiB, 10 ms at 200 Mbit/s, which is what 1 Gbit/s still has: an operation that brings 256 KiB took 0.8 ms after
-  a pause and 10.8 ms after another. A run at 200 Mbit/s with it was told 10.5% off in the median, 2D on 4 × 2, which
-  computes long between short operations, 22.6% too slow, no pair wrong; one with 72 KiB 7.1% and 16.9%, with 6 of 33
-  pairs in the wrong order, as some operations took twice their time; with 128 KiB this did not occur (4.7% and 13.6%,
-  and in that of 2026-11-26 above). The burst was chosen by such times of single operations, but with these tables in
-  sight.
 - The machine's speed changes within minutes: the doctor's overhead of an operation was 75 to 130 µs in runs of a day.
 - With all hosts in one control group, as until 2026-11-26, about one run in five at 200 Mbit/s did not end, and of the
   last of the plans about half. In the one that was looked into most, the ranks waited for one whose main thread stood
@@ -347,9 +332,6 @@ SHORT = """- Each setting here is one run, in which the doctor measured the mach
 - Operations in flight take 1.3 to 1.8 times as long while ranks compute at 1 Gbit/s (1.0 to 1.1 times at 200 Mbit/s),
   as each message waits for a rank to have the core, and computing takes 10 to 24% longer beside them, however few their
   bytes: each of the 8 ranks polls, and has a thread that looks a thousand times a second how far they are.
-- Parts of exactly 64 or 128 KiB take up to twice as long as longer ones (an all-gather of 8 parts of 64 KiB 7.7 ms, of
-  96 KiB 5.7 ms), and models' blocks have such sizes. The doctor measures powers of two; why MPI is slow there was
-  not looked into.
 - Not the cause: lost packets (no step waited for a timeout), the order of starts in traces, and Python's lock (a
   shorter switch interval changes nothing). The thread that lets operations progress takes 18% of what ranks compute
   in a backward pass of 4 hosts on one core; without it the step is 7% shorter there.
@@ -376,21 +358,19 @@ sources, and none of a training step.
 By `bench/foresight/measured.py`: each form's program runs on real ranks, and on imagined ones, whose events run on the
 machine that `parlinalg doctor --machine` measures in the same run or just before. The goals are errors of at most 10%
 in the median, at worst 10% on one machine and 20% on emulated hosts, and the right order of all pairs further
-apart than 10%.  The last runs on one machine are shown.  Where 8 ranks share 2 cores runs differ: three of links of
-1 Gbit/s on 2026-11-27 had median errors of 5.5, 8.0 and 4.0%, at worst 8, 18 and 8%, and 1, 1 and 0 pairs in the wrong
-order.
+apart than 10%.  The last runs on one machine are shown.
 
-On another machine, 2 cores of an Intel Xeon whose speed changes by a quarter within an hour, predictions were off on
-2026-11-28 by 4.5% in the median and 14% at worst on hosts with links of 200 Mbit/s, and by 5.2% and 12% at 1 Gbit/s. On
-2 ranks of that machine training was off by 8.3% and 12%, always too fast, and pipelines by 8.0% and 10.4%, always too
-slow: at worst more than the goal. No pair was in the wrong order in any of these runs.
+On another machine, 2 cores of an Intel Xeon whose speed changes by a quarter within an hour, predictions for 2 ranks
+were off on 2026-11-28 by 8.3% in the median and 12% at worst for training, always too fast, and by 8.0% and 10.4% for
+pipelines, always too slow: at worst more than the goal. No pair was in the wrong order.
 
 On a third machine, 2 cores of an AMD EPYC of another family, that day: on 2 ranks training 3.1% in the median and 6.0%
-at worst, pipelines 3.1% and 6.6%; on 4 ranks 4.6% and 8.0%, and 0.7% and 2.3%; hosts at 200 Mbit/s 3.6% and 17%, at
-1 Gbit/s 3.7% and 12%. Two pairs of 83 were in the wrong order: ZeRO 2 and 3 on 4 ranks (measured 1,075 and 1,211 ms,
-predicted 1,118 and 1,113), and at 200 Mbit/s data × 2D and 2.5D (524 and 604 ms, predicted 502 both).
-That evening at 200 Mbit/s 4.3% and 17.5%, with two pairs of 36 in the wrong order: 2D 4×2 and 2.5D (510 and 598 ms,
-predicted 515 and 493), sequence cuts and ZeRO 3 (862 and 965 ms, predicted 912 and 904).
+at worst, pipelines 3.1% and 6.6%; on 4 ranks 4.6% and 8.0%, and 0.7% and 2.3%. One pair was in the wrong order:
+ZeRO 2 and 3 on 4 ranks (measured 1,075 and 1,211 ms, predicted 1,118 and 1,113).
+
+Emulated hosts were other hosts until 2026-11-28, as said below: with their links predictions were off by 3.6 to 5.9%
+in the median and 12 to 18% at worst at 200 Mbit/s, with up to 3 pairs in the wrong order, and by 2.9 to 8.0% and 7 to
+18% at 1 Gbit/s, with one at most.
 
 {measured}
 
