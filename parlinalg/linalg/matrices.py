@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,15 @@ def raise_first(problems: Iterable[tuple[list[int], str] | None], name: str = ""
         raise LinAlgError(f"{name}: " * bool(name) + f"matrix {tuple(at)}: " * bool(at) + text)
 
 
+@contextmanager
+def naming(at: tuple[int, ...]) -> Iterator[None]:
+    """Name the matrix of a stack, by its index, in a LinAlgError of what is within."""
+    try:
+        yield
+    except LinAlgError as error:
+        raise LinAlgError(f"matrix {at}: {error}" if at else str(error)) from None
+
+
 def batches(
     name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0,
     lower: bool = False, check: bool = True,
@@ -222,10 +232,8 @@ def batches(
     if count < grid.size and count:
         found = []
         for at in np.ndindex(*stacks):
-            try:
+            with naming(at):
                 found.append(one(*(a[at] for a in arrays)))
-            except LinAlgError as error:
-                raise LinAlgError(f"matrix {at}: {error}" if at else str(error)) from None
         parts = list(zip(*(f if isinstance(f, tuple) else (f,) for f in found), strict=True))
         whole = [reshape(stack(list(part)), (*stacks, *part[0].shape)) for part in parts]
         return tuple(x.redistribute(Layout(*rest.dims[: x.ndim])) for x in whole)

@@ -24,7 +24,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
 from parlinalg.linalg.lu import determinant
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, raise_first, refuse_odd
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, naming, raise_first, refuse_odd
 from parlinalg.linalg.tiles import worst
 
 
@@ -148,10 +148,8 @@ class FactorStack(Factor):
         self.held: list[Any] = []
         if self.together:
             for at in np.ndindex(*self.stacks):
-                try:
+                with naming(at):
                     self.held.append(make(a[at]))
-                except LinAlgError as error:
-                    raise LinAlgError(f"matrix {at}: {error}") from None
             self._unite()
             return
         block = a.grid.backend.to_host(a.redistribute(Layout(*self._cut.dims, None, None)).block)
