@@ -95,7 +95,7 @@ def compare(
     where : list, optional
         The part of the global array in the block: blocks of the same part should be equal.
     always : bool
-        Compare without the checked mode too, but of large blocks only the first and last elements.
+        Compare without the checked mode too; then only the first and last elements of large blocks.
     """
     if not (comm.checked or always) or comm.size == 1 or comm.imagined:
         return

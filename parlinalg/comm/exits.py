@@ -250,7 +250,7 @@ def on_system_exit(ends: Callable[[Any, TracebackType | None], None]) -> bool:
     """
 
     class Code:
-        """`SystemExit.code` as it was, but for that."""
+        """`SystemExit.code` as it was, which also calls `ends` where the interpreter reads it."""
 
         def __get__(self, error: Any, kind: Any = None) -> Any:
             if error is None:

@@ -46,7 +46,7 @@ class Trace(Book):
 
     Attributes
     ----------
-    spans : list of Span
+    spans : list of TraceSpan
         In the order in which they ended.
     """
 

@@ -76,8 +76,8 @@ def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
     """Return the arrangement of the ranks for a matrix [m, n]: the parameter `shape` of `Deal`.
 
     Tall matrices are dealt by rows alone, and of `lu`, whose rows stay where they are, as they rest.  Few ranks that
-    share memory, `near`, are dealt columns alone, since they pass panels on at no cost; but of `eigh` and `svd`, of
-    which each rank keeps its rows of all reflections.
+    share memory, `near`, are dealt columns alone, since they pass panels on at no cost.  Of `eigh` and `svd` they are
+    not, since each rank keeps its rows of all reflections.
     """
     if routine == "eig":
         return "square"

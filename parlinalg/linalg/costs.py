@@ -615,7 +615,10 @@ def qr(
 
 
 def by_triangle(shape: tuple[int, int]) -> bool:
-    """Return True if `qr` with pivoting, but for a complete Q, chooses the columns of R of a factorization without."""
+    """Return True if `qr` with pivoting factors a matrix without it first, and then chooses the columns of that R.
+
+    With `mode="complete"` it does not.
+    """
     m, n = shape
     return m > LONG * n and n > 0
 

@@ -842,7 +842,7 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
     Raises
     ------
     LinAlgError
-        If a leading minor is not positive, which it names.
+        If a leading minor is not positive, which it names; of a stack it names the matrix.
     ValueError
         If the matrices have NaNs or infinities.
     """

@@ -236,7 +236,7 @@ def units(largest: Any, *, squares: bool = False) -> Any:
 
 
 def shifts(exponents: np.ndarray, dtype: np.dtype[Any], *, squares: bool = False) -> np.ndarray:
-    """Return the exponents of `units` for sizes with these binary exponents, be they in range or not."""
+    """Return the exponents of `units` for sizes with these binary exponents, which may be out of range."""
     limits = np.finfo(dtype)
     edge = -limits.minexp // 4 if squares else -limits.minexp - limits.nmant
     found: np.ndarray = np.where(np.abs(exponents) > edge, -exponents, 0)
@@ -439,7 +439,10 @@ def stacked(every: Callable[..., Any], one: Callable[..., Any], a: Block, *more:
 
 
 def _near_underflow(a: np.ndarray) -> np.ndarray | None:
-    """Return of which matrices of a stack elements, or products of two by a third, are near underflow; None of none."""
+    """Return a mask of the matrices of a stack that have numbers near underflow; None if none has.
+
+    The numbers are elements, and products of two elements divided by a third one, as LU forms them.
+    """
     sizes = np.abs(a)
     limit = np.finfo(sizes.dtype).tiny / np.finfo(sizes.dtype).eps
     with np.errstate(all="ignore"):

@@ -257,9 +257,9 @@ def _maybe_full(grid: Grid, least: float, most: float, limit: float) -> bool:
 
 
 def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
-    """Return x, the rank and the singular values of a tall matrix by products alone; None where they do not do.
+    """Return x, the rank and the singular values of a well-conditioned tall matrix by products alone; None of others.
 
-    Each rank has R for a while.  Its values are found by the first rank, unless it is so large that all are faster.
+    Each rank has R for a while.  The first rank finds its singular values, unless it is so large that all are faster.
     """
     n, grid, rest, like = a.shape[1], a.grid, by_rows(a), b.layout.with_partial(())
     if rest is None:
@@ -417,7 +417,7 @@ def times(parts: Pseudoinverse, b: DistArray, adjoint: bool = False) -> DistArra
 
 # ------------------------------------------------------------------------------------------------ refinement
 def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
-    """Return x, the rank and the singular values by a factorization in half the precision; None where it won't do.
+    """Return x, the rank and the singular values by a factorization in half the precision; None if that is too little.
 
     With R of A, or of Aᴴ if A has more columns than rows, B = A R⁻¹, or R⁻ᴴ A, is about orthonormal.  A correction of x
     is R⁻¹ y with BᴴB y = Bᴴ r, or Bᴴ y with B Bᴴ y = R⁻ᴴ r, for the residual r = b - A x.  The backward error of x is

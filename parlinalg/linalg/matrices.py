@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -180,15 +181,33 @@ def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name
     return scale
 
 
-def _first_wrong(local: Callable[..., Any], blocks: Sequence[Any], corner: Sequence[int], error: Exception) -> str:
-    """Return the error of the first matrix of this rank's stacks for which a function fails, and the matrix's index."""
+def _first_wrong(
+    local: Callable[..., Any], blocks: Sequence[Any], corner: Sequence[int], error: Exception
+) -> tuple[list[int], str]:  # fmt: skip
+    """Return the index of the first matrix of this rank's stacks for which a function fails, and its error."""
     for at in np.ndindex(*blocks[0].shape[: len(corner)]):
         try:
             with np.errstate(all="ignore"), kernels.raising(blocks[0]):
                 local(*(block[tuple(slice(i, i + 1) for i in at)] for block in blocks))
         except LinAlgError as alone:
-            return f"matrix {tuple(i + c for i, c in zip(at, corner, strict=True))}: {alone}" if at else str(alone)
-    return str(error)
+            return [i + c for i, c in zip(at, corner, strict=True)], str(alone)
+    return [], str(error)
+
+
+def raise_first(problems: Iterable[tuple[list[int], str] | None], name: str = "") -> None:
+    """Raise the error of the first matrix of a stack among the ones that ranks found: an index and a text each."""
+    at, text = min(filter(None, problems), default=([], ""))
+    if text:
+        raise LinAlgError(f"{name}: " * bool(name) + f"matrix {tuple(at)}: " * bool(at) + text)
+
+
+@contextmanager
+def naming(at: tuple[int, ...]) -> Iterator[None]:
+    """Name the matrix of a stack, by its index, in a LinAlgError of what is within."""
+    try:
+        yield
+    except LinAlgError as error:
+        raise LinAlgError(f"matrix {at}: {error}" if at else str(error)) from None
 
 
 def batches(
@@ -213,10 +232,8 @@ def batches(
     if count < grid.size and count:
         found = []
         for at in np.ndindex(*stacks):
-            try:
+            with naming(at):
                 found.append(one(*(a[at] for a in arrays)))
-            except LinAlgError as error:
-                raise LinAlgError(f"matrix {at}: {error}" if at else str(error)) from None
         parts = list(zip(*(f if isinstance(f, tuple) else (f,) for f in found), strict=True))
         whole = [reshape(stack(list(part)), (*stacks, *part[0].shape)) for part in parts]
         return tuple(x.redistribute(Layout(*rest.dims[: x.ndim])) for x in whole)
@@ -229,21 +246,19 @@ def batches(
         blocks = [grid.backend.empty((*[0] * lead, *a.shape[-2:]), a.dtype) for a in arrays]
     if lower:
         blocks = [namespace(block).tril(block) for block in blocks]
-    problem = ""
+    wrong: tuple[list[int], str] | None = None
     results: Any = ()
-    if check and not all(map(kernels.finite, blocks)):
-        problem = ODD
+    odd = check and not all(map(kernels.finite, blocks))
     try:
         with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
-            results = local(arrays[0].xp, *blocks) if not problem else ()
+            results = local(arrays[0].xp, *blocks) if not odd else ()
     except LinAlgError as error:
         corner = [r.start for r in grid.block(cut, stacks)]
-        problem = f"{name}: {_first_wrong(lambda *one: local(arrays[0].xp, *one), blocks, corner, error)}"
+        wrong = _first_wrong(lambda *one: local(arrays[0].xp, *one), blocks, corner, error)
     blocks = list(results) if isinstance(results, tuple) else [results]
-    told = grid.world.share(problem, others="alike")
-    refuse_odd(ODD in told, name)
-    if any(told):
-        raise LinAlgError(next(filter(None, told)))
+    told = grid.world.share((odd, wrong), others="alike")
+    refuse_odd(any(each for each, _ in told), name)
+    raise_first((each for _, each in told), name)
     made = []
     for block in blocks:
         core = block.shape[lead:]

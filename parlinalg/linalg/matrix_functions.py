@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.array.core import DistArray, truth
-from parlinalg.array.create import eye, ones
+from parlinalg.array.create import arange, eye, ones
 from parlinalg.array.dispatch import primitive
+from parlinalg.array.joining import stack
+from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace, shape_solver
 from parlinalg.backend.blas import scipy_linalg
 from parlinalg.backend.shapes import has_values
@@ -18,7 +20,7 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, QRFactor, cho_factor, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
-from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, refuse_odd
+from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_odd
 from parlinalg.linalg.spectral import counted, eigh, svd
 from parlinalg.linalg.systems import solve_triangular
 from parlinalg.linalg.tiles import worst
@@ -240,14 +242,8 @@ def _estimate(power: int, *factors: DistArray) -> float:
         largest, at, along = float(size.max()), int(np.argmax(size)), float(np.vdot(z, v).real)
         if largest <= along if assumed is None else turn == assumed:
             break
-        v = np.equal(_numbers(v), at).astype(v.dtype)
+        v = np.equal(arange(n, grid=v.grid, layout=v.layout), at).astype(v.dtype)
     return found
-
-
-def _numbers(v: DistArray) -> DistArray:
-    from parlinalg.array.create import arange
-
-    return arange(v.shape[0], grid=v.grid, layout=v.layout)
 
 
 def _excess(a: DistArray, m: int, squarings: int) -> int:
@@ -293,10 +289,10 @@ def sqrtm(x: DistArray, /) -> DistArray:
     """
     x = as_matrix(x, "sqrtm", square=True)
     if x.ndim > 2:
-        found = [sqrtm(x[at]) for at in np.ndindex(*x.shape[:-2])]
-        from parlinalg.array.joining import stack
-        from parlinalg.array.shapes import reshape
-
+        found = []
+        for at in np.ndindex(*x.shape[:-2]):
+            with naming(at):
+                found.append(sqrtm(x[at]))
         return reshape(stack(found), x.shape).redistribute(x.layout.with_partial(())) if found else x.summed().copy()
     x = _finite(x, "sqrtm")
     layout, n = x.layout, x.shape[0]
@@ -538,7 +534,7 @@ def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
     Those below `rcond` times the largest count as 0, by default max(m, n) times the dtype's eps.
     """
     a = _one(a, "null_space")
-    _, s, vh = svd(a)
+    _, s, vh = svd(a, full_matrices=a.shape[0] < a.shape[1])  # of a tall matrix U would be m x m
     return vh[_rank("null_space", s, a.shape, rcond) :].mT.conj().redistribute(vh.layout)
 
 

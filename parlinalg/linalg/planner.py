@@ -472,7 +472,7 @@ def _fastest(plans: list[LinalgPlan], any_depth: bool) -> LinalgPlan:
 def _with_tiles(plan: LinalgPlan, best: LinalgPlan, *, free: bool) -> list[LinalgPlan]:
     """Return a plan with its tiles or, if they are `free`, with each size, in the order in which these are preferred.
 
-    That is the order of their times; but of reductions, whose time hardly depends on tiles, wide ones come first.
+    They are ordered by time.  The time of reductions hardly depends on tiles: there wide ones come first.
     """
     sizes = [plan.block]
     if free and not plan.pivoting:

@@ -13,7 +13,7 @@ from parlinalg import tunables
 from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import of_arrays, primitive
-from parlinalg.array.joining import stack
+from parlinalg.array.joining import concatenate, stack
 from parlinalg.array.namespace import isfinite, isnan, tril, where
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
@@ -626,6 +626,4 @@ def _completed(q: Any, u: DistArray, columns: int, layout: Layout) -> DistArray:
     turned = matmul(whole[:, :n], u).redistribute(layout)
     if columns == n:
         return turned
-    from parlinalg.array.joining import concatenate
-
     return concatenate([turned, whole[:, n:]], axis=1).redistribute(layout)

@@ -7,7 +7,7 @@ ranks one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -24,7 +24,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
 from parlinalg.linalg.lu import determinant
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, refuse_odd
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, naming, raise_first, refuse_odd
 from parlinalg.linalg.tiles import worst
 
 
@@ -148,10 +148,8 @@ class FactorStack(Factor):
         self.held: list[Any] = []
         if self.together:
             for at in np.ndindex(*self.stacks):
-                try:
+                with naming(at):
                     self.held.append(make(a[at]))
-                except LinAlgError as error:
-                    raise LinAlgError(f"matrix {at}: {error}") from None
             self._unite()
             return
         block = a.grid.backend.to_host(a.redistribute(Layout(*self._cut.dims, None, None)).block)
@@ -161,7 +159,7 @@ class FactorStack(Factor):
                 self.held = [local(each) for each in _listed(block)]
         reported = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
         refuse_odd(any(each for each, _ in reported), name)
-        self._raise([problem for _, problem in reported])
+        raise_first(problem for _, problem in reported)
         self._unite()
 
     def _unite(self) -> None:
@@ -178,20 +176,15 @@ class FactorStack(Factor):
         found.held = [f.joined(t[i] if len(t) else t) for i, f in enumerate(self.held)]
         return found
 
-    def _first(self, problem: Callable[[Any], str]) -> str:
-        """Return the first problem of this rank's matrices, with the index of the matrix."""
+    def _first(self, problem: Callable[[Any], str]) -> tuple[list[int], str] | None:
+        """Return the index of the first of this rank's matrices with a problem, and the problem; None of none."""
         corner = [r.start for r in self.grid.block(self._cut, self.stacks)] if self.grid.inside else []
         lengths = self.grid.block_shape(self._cut, self.stacks)
         for number, factor in enumerate(self.held):
             if text := problem(factor):
                 at = np.unravel_index(number, lengths)
-                return f"matrix {tuple(int(c + i) for c, i in zip(corner, at, strict=True))}: {text}"
-        return ""
-
-    @staticmethod
-    def _raise(problems: Sequence[str]) -> None:
-        if wrong := sorted(filter(None, problems)):
-            raise LinAlgError(wrong[0])
+                return [int(c + i) for c, i in zip(corner, at, strict=True)], text
+        return None
 
     def _results(
         self, one: Callable[..., Any], core: tuple[int, ...], dtype: Any = None, rest: Layout | None = None,
@@ -253,11 +246,11 @@ class FactorStack(Factor):
         """Raise an error if a matrix is singular.  Collective."""
         self.grid.check_open()
         if self.together:
-            bad = [(at, f.zero) for at, f in zip(np.ndindex(*self.stacks), self.held, strict=True)]
-            self._raise([f"matrix {at}: {problem.format(zero)}" for at, zero in bad if zero is not None])
+            zeros = zip(np.ndindex(*self.stacks), (factor.zero for factor in self.held), strict=True)
+            raise_first((list(at), problem.format(zero)) for at, zero in zeros if zero is not None)
             return
         mine = self._first(lambda f: problem.format(f.zero) if f.zero is not None else "")
-        self._raise(self.grid.world.share(mine, others="alike"))
+        raise_first(self.grid.world.share(mine, others="alike"))
 
 
 class StackWithDeterminant(FactorStack):

@@ -14,9 +14,11 @@ from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
+from parlinalg.linalg.krylov import gmres
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, tiles_for
 from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
+from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 from parlinalg.redistribute import count
 
@@ -84,10 +86,6 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
         return factor.solution(kernels.quotients(r, sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
 
     bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
-
-    from parlinalg.linalg.krylov import gmres
-    from parlinalg.linalg.vectors import assumed_steps
-
     assumed = assumed_steps(b, "refinements", "how often a solution is corrected")
 
     def lacking(x: DistArray, r: DistArray, turn: int) -> np.ndarray:

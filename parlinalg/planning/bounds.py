@@ -79,8 +79,8 @@ class Bounds:
     def static_memory(self, c: Candidate) -> int:
         """Return bytes that the fullest rank of a candidate cannot be below, without a trace.
 
-        What may be offloaded aside, each weight, gradient and state is on at least one of the pipeline × tensor ranks
-        of a copy of the model; ZeRO's stages share states, gradients and weights between the data parallel ranks, and
+        Unless it is offloaded, each weight, gradient and state is on at least one of the pipeline × tensor ranks of a
+        copy of the model.  ZeRO's stages share states, gradients and weights between the data parallel ranks, and
         experts and matrix-wise optimizers may share theirs between any.  The fullest rank holds at least the mean.
         """
         shares = (c.pipeline * n for n in self._sharing(c))

@@ -688,7 +688,7 @@ class Machine:
         best = min(found, key=lambda t: t.total)
         if not operation.points or (level == "network" and local > 1):
             return best
-        ratio = self._correction(level, name, on_node, size)((ranks, max(1.0, nbytes)))
+        ratio = self._correction(level, name, size)((ranks, max(1.0, nbytes)))
         return Transfer(level, best.latency * ratio, best.seconds * ratio, best.processor, best.steps)
 
     def _across(
@@ -708,9 +708,14 @@ class Machine:
             return nbytes / own
         return nbytes / (own if local == 1 else min(own * local, within))
 
-    def _correction(self, level: str, op: str, on_node: int, size: int) -> Correction:
-        cached: dict[tuple[str, str], Correction] = self.__dict__.setdefault("_corrections", {})
-        if (level, op) not in cached:
+    @cached_property
+    def _corrections(self) -> dict[tuple[str, str, int], Correction]:
+        return {}
+
+    def _correction(self, level: str, op: str, size: int) -> Correction:
+        """Return the ratios of an operation's measured points to the formula, in a world of so many ranks."""
+        known = level, op, size
+        if known not in self._corrections:
             link = self.node if level == "node" else self.network
             assert link is not None
             measured = link.operation(op)
@@ -723,8 +728,8 @@ class Machine:
                 formula = bare.transfer(op, nbytes, ranks, local, *crowd).total
                 if formula > 0 and seconds > 0:
                     found.append(((ranks, nbytes), seconds / formula))
-            cached[level, op] = Correction(found)
-        return cached[level, op]
+            self._corrections[known] = Correction(found)
+        return self._corrections[known]
 
 
 # ------------------------------------------------------------------------------------------------ single products

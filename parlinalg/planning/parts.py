@@ -139,7 +139,7 @@ class Then(NamedTuple):
     Attributes
     ----------
     again : tuple of two bools
-        Whether a forward pass may be followed by another one of the same stage, and a backward pass.
+        True if a forward pass may be followed by another one of the same stage; the same of a backward pass.
     other : frozenset
         By their keys, the layers with which a backward pass of another stage may begin that follows a backward pass.
     """
@@ -556,23 +556,23 @@ def trace_part(
     skip : pair of int
         Of them the first that is left out and the one after the last left out: those around them pass on the same.
     given : Between, optional
-        What the layer before gives, where these are not the first.
+        The output of the layer before, unless these are the first.
     stage : int
         The pipeline rank that has them.
     node, target
         As of `imagine`.
     update : bool
-        Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
+        True to reduce gradients and update parameters; False for the passes of one microbatch alone.
     shared : frozenset of int
         The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
     left : frozenset of int
         Of these the ones that the rank reduces and updates with the other stage.
     ends : bool
-        Whether the pipeline rank has no blocks, but layers of the model's ends: then these offload their activations.
+        True if the pipeline rank has no blocks, only layers of the model's ends: then these offload their activations.
     then : Then
         The passes that may follow those of these layers.
     probe : bool
-        Whether it is traced what blocks leave in memory that offload their activations.
+        True to trace also what blocks leave in memory if they offload their activations.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -598,7 +598,7 @@ def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
 
 
 def _tried() -> AbstractContextManager[Any]:
-    """Return a context without warnings to the user: of what a search only tries there would be many."""
+    """Return a context without warnings to the user, who would get many about what a search only tries."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 

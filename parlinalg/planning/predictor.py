@@ -364,7 +364,7 @@ class Predictor:
     def _figures(self, part: Part, alone: bool, apart: bool = True) -> Figures:
         """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows.
 
-        What is launched ahead in the microbatch before hides launching; `apart` says that there is none before.
+        Launching is hidden by what was launched ahead in the microbatch before; `apart` is True if there is none.
         """
         if (id(part), alone, apart) in self._known_figures:
             return self._known_figures[id(part), alone, apart]

@@ -458,9 +458,9 @@ class _Search:
     def _offloaded(self, c: Candidate, hold: Hold, predict: Predict) -> Planned | None:
         """Return the fastest way in which a candidate fits with something in host memory or on a disk.
 
-        What comes and goes only adds to its time, the more the farther it goes.  So kinds need not be asked that hold
-        kinds with which it fits, nor farther places where nearer ones have room.  Only what fits is timed.  None if
-        none fits; the least that it takes is noted.
+        Copies only add to its time, and those to a disk more than those to host memory.  So sets of kinds that contain
+        one with which it fits are not tried, nor farther places where nearer ones have room.  Only what fits is timed.
+        None if nothing fits; the least memory that it takes is noted.
         """
         homes = self.model.homes
         found: list[tuple[Candidate, Held]] = []

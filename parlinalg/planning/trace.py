@@ -129,7 +129,7 @@ class Trace:
 def cut(trace: Trace, name: str, *, messages: bool = True, most: float = math.inf) -> list[Trace]:
     """Return the parts of a trace within the spans of a name, one trace for each.
 
-    What such a part waits for and was started before it, is started at its beginning.
+    Operations that a part waits for and that were started before it are started at its beginning.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ class Setup(NamedTuple):
     rows : int
         Rows of a microbatch on all of these ranks together.
     key : object
-        What tells the traces from those of other setups.
+        A key by which traces of this setup are kept.
     """
 
     config: TrainingConfig
@@ -75,7 +75,7 @@ class TracedModel:
     batch : int
         Samples of a step: `batch_size`, or all that there are to train on where these are fewer.
     all_samples : bool
-        True if they are all that there are.  Then training cuts them as they come, be it unevenly.
+        True if they are all that there are.  Then training cuts them as they come, evenly or not.
     machine : Machine
         As each rank of a node sees it: ranks share the host memory and the disk.
     node : int
@@ -527,6 +527,6 @@ def _with_fewer(config: TrainingConfig, fewer: int) -> TrainingConfig:
 
 
 def _form(c: Candidate) -> tuple[Any, ...]:
-    """Return the choices of a candidate by which a layer's trace differs; its microbatches are told by their rows."""
+    """Return the choices of a candidate on which a layer's trace depends, beside the rows of a microbatch."""
     cut = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
     return *cut, c.zero, c.recompute, c.dtype, c.experts, c.order

@@ -316,6 +316,12 @@ def test_square_roots_of_singular_matrices(grid):
                 linalg.sqrtm(pla.distribute(a.astype(dtype), grid, Layout(None, grid.axes)))
 
 
+def test_a_square_root_that_is_not_there_names_the_matrix(grid):
+    a = np.stack([np.eye(3) * k for k in (1.0, 2.0, -1.0, 3.0)]).reshape(2, 2, 3, 3)
+    with pytest.raises(np.linalg.LinAlgError, match=r"^matrix \(1, 0\): the matrix has the eigenvalue -1, and so no"):
+        linalg.sqrtm(pla.distribute(a, grid, grid.default_layout(a.shape)))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("small", [1e-12, 1e-14, 1e-20])
 def test_square_roots_keep_small_eigenvalues(grid, dtype, small):

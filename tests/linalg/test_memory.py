@@ -92,6 +92,17 @@ def test_memory_of_tall_matrices(make_grid, world, name, shape):
     assert ratio < 3, ratio
 
 
+@pytest.mark.ranks(1, 4)
+def test_null_space_of_a_tall_matrix_needs_no_square_of_its_rows(make_grid, world):
+    grid = make_grid({"r": world.size})
+    if not grid.backend.cpu:
+        return
+    x = pla.distribute(np.random.default_rng(5).uniform(-1, 1, (4096, 64)), grid, Layout("r", None))
+    linalg.null_space(x)
+    ratio = max(grid.world.share(most(lambda: linalg.null_space(x), (x,))))  # U is one of the blocks
+    assert ratio < 6, ratio
+
+
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("shape", [(1024, 1024), (1900, 600), (600, 1900), (8192, 256), (1600, 400)], ids=str)

@@ -333,3 +333,22 @@ def test_an_error_names_the_matrix_of_the_stack(grid, count, which):
     for function in (linalg.cholesky, linalg.inv, lambda a: linalg.solve(a, B)):
         with pytest.raises(np.linalg.LinAlgError, match=at):
             function(one)
+
+
+@pytest.mark.parametrize(("stacks", "wrong"), [((13,), [(2,), (10,)]), ((4, 4), [(0, 3), (1, 0)])], ids=str)
+def test_of_several_wrong_matrices_the_first_is_named(grid, stacks, wrong):
+    """By its index, whatever ranks have them."""
+    rng, n = np.random.default_rng(3), 3
+    a = np.broadcast_to(2 * np.eye(n), (*stacks, n, n)).copy()
+    B = placed(grid, a[..., :1].copy(), rng)
+    for at in wrong:
+        a[(*at, 1, 1)] = 0
+    A = placed(grid, a, rng)
+    for call in (
+        lambda: linalg.inv(A), lambda: linalg.cholesky(A), lambda: linalg.cho_factor(A),
+        lambda: linalg.lu_factor(A).solve(B), lambda: linalg.qr_factor(A).solve(B),
+        lambda: linalg.solve_triangular(A, B),
+    ):  # fmt: skip
+        with pytest.raises(np.linalg.LinAlgError) as error:
+            call()
+        assert f"matrix {wrong[0]}: " in str(error.value)

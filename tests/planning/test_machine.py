@@ -17,6 +17,7 @@ from parlinalg.planning.machine import (
     FOLDER,
     OPERATIONS,
     Algorithm,
+    Machine,
     Operation,
     load_machine,
     machine_text,
@@ -111,6 +112,18 @@ def test_wrong_files(old: str, new: str, words: str) -> None:
     assert old in right
     with pytest.raises(ConfigError, match=words):
         parse_machine(right.replace(old, new, 1), "m.toml")
+
+
+@pytest.mark.parametrize("name", machines())
+def test_times_of_operations_do_not_depend_on_what_was_asked_before(name: str) -> None:
+    machine = load_machine(name)
+
+    def seconds(machine: Machine, size: int) -> float:
+        on_node = machine.ranks_on_node(size)
+        return machine.transfer("all_gather", 1e5, 2, min(2, on_node), on_node, size).total
+
+    times = {size: seconds(machine, size) for size in (2, 64, 8)}
+    assert times == {size: seconds(load_machine(name), size) for size in times}
 
 
 DISK = 'read = 1e6\nwrite = 5e5\nsize = "4GiB"\nsource = "by hand"\n'

@@ -53,3 +53,10 @@ def test_a_tour_passes_the_files_that_it_names(title, world, backend, tmp_path, 
         Training(mesh, tmp_path, world).steps()
     assert f"{module.replace('.', '/').removeprefix('parlinalg/')}.py" in passed
     assert passed <= {*named, *others}, passed - {*named, *others}
+
+
+@pytest.mark.serial
+def test_every_file_of_linear_algebra_is_named():
+    named = re.findall(r"`(\w+\.py)`", section("Linear algebra").partition("\n\n`solve")[0])
+    there = [path.name for path in (ROOT / "parlinalg" / "linalg").glob("*.py") if path.stem != "__init__"]
+    assert sorted(named) == sorted(there)
