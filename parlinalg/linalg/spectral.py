@@ -30,6 +30,7 @@ from parlinalg.linalg.matrices import (
     LinAlgError,
     as_matrix,
     batches,
+    check_order,
     distributed,
     limits,
     refuse_odd,
@@ -87,6 +88,7 @@ def eigh(
         If a leading minor of B is not positive, which it names, or eigenvalues of A v = w B v overflow.
     """
     if b is not None:
+        x, b = as_matrix(x, "eigh", square=True), as_matrix(b, "eigh", square=True)
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     x = as_matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
@@ -119,6 +121,7 @@ def eigvalsh(
 ) -> DistArray:  # fmt: skip
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
     if b is not None:
+        x, b = as_matrix(x, "eigvalsh", square=True), as_matrix(b, "eigvalsh", square=True)
         return generalized_values(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
@@ -204,7 +207,7 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
             low, high = n, 0
         if low > high:
             raise ValueError(
-                f"subset_by_index is (first, last), whole numbers with 0 <= first <= last < {n}, not {by_index}"
+                f"{name}: subset_by_index is (first, last), whole numbers with 0 <= first <= last < {n}, not {by_index}"
             )
         return lambda values: slice(low, high + 1)
     if by_value is None:
@@ -214,9 +217,10 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
     except (TypeError, ValueError):
         least = most = math.nan
     if not least < most:
-        raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
+        raise ValueError(f"{name}: subset_by_value is (low, high) with low < high, not {by_value}")
     if x.ndim > 2:
-        raise ValueError(f"subset_by_value is of one matrix, not of a stack of shape {x.shape}; take subset_by_index")
+        given = f"a stack of shape {x.shape}"
+        raise ValueError(f"{name}: subset_by_value is of one matrix, not of {given}; take subset_by_index")
 
     def within(values: np.ndarray) -> slice:
         if not has_values(values):
@@ -490,8 +494,8 @@ def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
 
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
-    """Return for every matrix the singular value from which on it counts."""
-    rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else limits("rtol", rtol)
+    """Return for every matrix the singular value from which on it counts; `rtol` is one of `limits`."""
+    rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else rtol
     largest = s.max(axis=-1, keepdims=True) if s.shape[-1] else zeros((*s.shape[:-1], 1), dtype=s.dtype, grid=s.grid)
     if isinstance(rtol, DistArray) and rtol.ndim:
         rtol = reshape(rtol, (*rtol.shape, 1))
@@ -520,7 +524,7 @@ def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
     `rtol` is max(m, n) times the dtype's eps by default; a number, or one for every matrix.
     """
-    x = as_matrix(x, "matrix_rank")
+    x, rtol = as_matrix(x, "matrix_rank"), limits("matrix_rank: rtol", rtol, x.shape[:-2])
     s = svdvals(x)
     return (s > limit_of(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
 
@@ -531,7 +535,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
     Those are the ones below `rtol` times the largest, by default max(m, n) times the dtype's eps.
     """
-    x = as_matrix(x, "pinv")
+    x, rtol = as_matrix(x, "pinv"), limits("pinv: rtol", rtol, x.shape[:-2])
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
     v = vh.mT.conj()
@@ -551,6 +555,8 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
         raise LinAlgError(f"cond takes matrices, arrays of at least two dims, not of shape {x.shape}")
     if not math.prod(x.shape[-2:]):
         raise LinAlgError(f"cond is not defined on empty matrices, of shape {x.shape}")
+    if p is not None:
+        check_order("cond: p", p)
     if p in (None, 2, -2):
         s = svdvals(x)
         high, low = s.max(axis=-1), s.min(axis=-1)
