@@ -257,6 +257,16 @@ def test_pipelined_conjugate_gradients_converge_as_plain_ones(grid, dtype):
         assert len(made) <= 1.2 * len(steps[True]) + 12
 
 
+def test_pipelined_conjugate_gradients_of_inexact_products(grid):
+    """The residual of the recurrences falls below the limit, b - A x does not: it is computed before 0 is returned."""
+    for n, low in ((20, 1.0), (40, 1e-3)):
+        a, b = definite(n, low=low)[0], random(n, seed=2)
+        A, B = placed(grid, a, 1), placed(grid, b, 1)
+        x, info = cg(lambda x: (A @ x).astype("float32").astype("float64"), B, rtol=1e-16, maxiter=600, pipelined=True)
+        assert 0 < info < 600
+        assert 1e-10 < np.linalg.norm(b - a @ x.gather()) / np.linalg.norm(b) < 1e-6
+
+
 def test_first_guesses_beside_which_nothing_is_left_of_the_right_hand_side(grid):
     n = 5
     a, b = np.diag(np.linspace(1, 2, n)), np.arange(1.0, n + 1)
