@@ -329,14 +329,13 @@ def _of_tall(x: DistArray, alone: bool) -> SVDResult | None:
     (y, last, r, rest), n, grid, layout = found, x.shape[1], x.grid, x.layout.with_partial(())
     del found
     if alone:
-        u, s, vh = _from_first_rank(r, (n, n), grid, "svd")
+        u, s, vh = _from_first_rank(r, (n, n), grid, layout, "svd")
         if grid.inside:
             kernels.substitute(last, u, lower=True, adjoint=True)
         del r, last
         u = DistArray(y @ u, x.shape, rest, grid)
         del y
-        values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
-        return SVDResult(u.redistribute(layout), values, distributed(vh, layout, grid, (n, n)))
+        return SVDResult(u.redistribute(layout), s, vh)
     if grid.inside:
         kernels.substitute(last, y, right=True, lower=True, adjoint=True)
     q = DistArray(y, x.shape, rest, grid).redistribute(layout)
@@ -361,11 +360,9 @@ def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
     r, q = _everywhere(x, "svd")
     top, k = (n, n) if q is not None else (m, m if full_matrices else n)
-    u, s, vh = _from_first_rank(r, (top, n), grid, "svd", full_matrices)
+    u, s, vh = _from_first_rank(r, (top, n), grid, layout, "svd", full_matrices)
     u = distributed(u, layout, grid, (top, k))
-    u = u if q is None else _completed(q, u, m if full_matrices else n, layout)
-    values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
-    return SVDResult(u, values, distributed(vh, layout, grid, (n, n)))
+    return SVDResult(u if q is None else _completed(q, u, m if full_matrices else n, layout), s, vh)
 
 
 def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFactor | None]:
@@ -379,11 +376,13 @@ def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFact
 
 
 def _from_first_rank(
-    a: Any, shape: tuple[int, int], grid: Grid, name: str, full_matrices: bool = False, vectors: bool = True
+    a: Any, shape: tuple[int, int], grid: Grid, layout: Layout, name: str, full_matrices: bool = False,
+    vectors: bool = True,
 ) -> Any:  # fmt: skip
     """Return U, the singular values and Vᴴ, or without `vectors` the values, of a matrix that all ranks have.
 
-    The first rank finds them for all, which so have the same bits; the others wait without a core.  Collective.
+    U is whole on all ranks; the others are distributed, in the layout of the matrix.  The first rank finds them for
+    all, which so have the same bits; the others wait without a core.  Collective.
     """
     (m, n), backend, problem = shape, grid.backend, ""
     sizes = ((m, m if full_matrices else n), (n,), (n, n)) if vectors else ((n,),)
@@ -412,7 +411,8 @@ def _from_first_rank(
         raise LinAlgError(wrong)
     for each in found if grid.inside else ():
         grid.everyone.broadcast(each, 0)
-    return found if vectors else found[0]
+    values = distributed(found[1 if vectors else 0], Layout(layout.dims[-1]), grid, (n,))
+    return (found[0], values, distributed(found[2], layout, grid, (n, n))) if vectors else values
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -461,7 +461,7 @@ def svdvals(x: DistArray, /) -> DistArray:
 
 def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
-    (m, n), layout, grid = held[0].shape, Layout(held[0].layout.dims[-1]), held[0].grid
+    (m, n), layout, grid = held[0].shape, held[0].layout.with_partial(()), held[0].grid
     tall = nearly_q(held[0]) if small_triangle((m, n), grid.size) else None
     r = None if tall is None else tall[2]
     del tall
@@ -469,20 +469,22 @@ def values_of(held: list[DistArray], name: str) -> DistArray:
         x = held.pop()
         r = _everywhere(x, name, keep=False)[0] if r is None else r
         del x
-        return distributed(_from_first_rank(r, (n, n), grid, name, vectors=False), layout, grid, (n,))
+        found: DistArray = _from_first_rank(r, (n, n), grid, layout, name, vectors=False)
+        return found
     if r is not None:
-        held.append(distributed(r, held.pop().layout.with_partial(()), grid, (n, n)))
+        held.pop()
+        held.append(distributed(r, layout, grid, (n, n)))
         del r
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
-    return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, grid)
+    return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), grid)
 
 
 def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     """Return the singular values of R of a QR factorization [m, n] with m ≥ n, whose tiles without `keep` are lost."""
-    tiles, n, layout = factor.tiles, factor.shape[1], Layout(factor.layout.dims[-1])
+    tiles, n, layout = factor.tiles, factor.shape[1], factor.layout
     if svd_by_one((n, n), tiles.grid.sizes, vectors=False):
-        found = _from_first_rank(factor.whole_r(), (n, n), tiles.grid, name, vectors=False)
-        return distributed(found, layout, tiles.grid, (n,))
+        found: DistArray = _from_first_rank(factor.whole_r(), (n, n), tiles.grid, layout, name, vectors=False)
+        return found
     if keep:
         return values_of([factor.R], name)
     t = tiles.grid.backend.to_host(factor.given_up_r())
@@ -490,7 +492,7 @@ def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     held = [t]
     del t
     reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
-    return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, tiles.grid)
+    return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), tiles.grid)
 
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
