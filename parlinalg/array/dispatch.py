@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -61,13 +62,14 @@ def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except AttributeError:
-            kinds = function.__annotations__
-            named = dict(zip(kinds, args, strict=False)) | kwargs
+            parameters = signature(function).parameters
+            arrays = [name for name, parameter in parameters.items() if parameter.annotation == "DistArray"]
+            named = dict(zip(parameters, args, strict=False)) | kwargs
             first, *_ = named.values() or [None]
             items = first if isinstance(first, tuple | list) else ()
             within = f"{type(first).__name__} of " * bool(items)
             given = [(within, x) for x in items or [first]]
-            given += [("", x) for name, x in named.items() if kinds.get(name) == "DistArray" and x is not first]
+            given += [("", x) for name, x in named.items() if name in arrays and x is not first]
             odd = [within + type(x).__name__ for within, x in given if not (takes_over(x) or hasattr(x, "layout"))]
             if not odd:
                 raise
