@@ -697,7 +697,10 @@ def axis_error(axis: Any, ndim: int) -> np.exceptions.AxisError:
 
 def axis_of(axis: Any, ndim: int) -> int:
     """Return the dim that NumPy's `axis`, which may be negative, stands for."""
-    dim = operator.index(axis)
+    try:
+        dim = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"an axis is a whole number, not {axis!r}") from None
     if not -ndim <= dim < ndim:
         raise axis_error(axis, ndim)
     return dim % ndim

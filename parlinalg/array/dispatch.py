@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -43,7 +44,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function name what it is given in place of an array: the first argument, or an item of that.
+    """Let a function name what it is given in place of an array: in the first argument, or one that is a DistArray.
 
     Examples
     --------
@@ -61,13 +62,18 @@ def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except AttributeError:
-            given = next(iter((*args, *kwargs.values())), None)
-            items = given if isinstance(given, tuple | list) else ()
-            odd = next((x for x in items or [given] if not (takes_over(x) or hasattr(x, "layout"))), call)
-            if odd is call:
+            parameters = signature(function).parameters
+            arrays = [name for name, parameter in parameters.items() if parameter.annotation == "DistArray"]
+            named = dict(zip(parameters, args, strict=False)) | kwargs
+            first, *_ = named.values() or [None]
+            items = first if isinstance(first, tuple | list) else ()
+            within = f"{type(first).__name__} of " * bool(items)
+            given = [(within, x) for x in items or [first]]
+            given += [("", x) for name, x in named.items() if name in arrays and x is not first]
+            odd = [within + type(x).__name__ for within, x in given if not (takes_over(x) or hasattr(x, "layout"))]
+            if not odd:
                 raise
-            kind = f"{type(given).__name__} of " * bool(items) + type(odd).__name__
-        raise no_array(function.__name__, kind)
+        raise no_array(function.__name__, odd[0])
 
     return call
 

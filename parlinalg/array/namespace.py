@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.array import joining, shapes, sorting
-from parlinalg.array.core import DistArray, axis_of
+from parlinalg.array.core import DistArray, axis_of, whole
 from parlinalg.array.create import (
     arange,
     asarray,
@@ -764,7 +764,7 @@ def matrix_transpose(x: DistArray, /) -> DistArray:
 @of_arrays
 def vecdot(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
     """Return the sums of conj(x1) x2 along a dim."""
-    if not -builtins.min(x1.ndim, x2.ndim) <= axis < 0:
+    if not -builtins.min(x1.ndim, x2.ndim) <= whole("vecdot: axis", axis) < 0:
         raise ValueError(f"vecdot takes an axis from {-builtins.min(x1.ndim, x2.ndim)} to -1, not {axis}")
     if x1.shape[axis] != x2.shape[axis]:
         raise ValueError(f"vecdot: dims of {x1.shape[axis]} and {x2.shape[axis]} elements do not match")
@@ -781,6 +781,8 @@ def tensordot(x1: DistArray, x2: DistArray, /, *, axes: Any = 2) -> DistArray:
         if not 0 <= n <= builtins.min(x1.ndim, x2.ndim):
             raise ValueError(f"tensordot over {n} dims of arrays of {x1.ndim} and {x2.ndim} dims")
     else:
+        if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:
+            raise TypeError(f"tensordot: axes is a whole number, or the dims of x1 and those of x2, not {axes!r}")
         left, right = (
             joining.dims_of(tuple(a) if isinstance(a, list) else a, x.ndim) for a, x in zip(axes, (x1, x2), strict=True)
         )

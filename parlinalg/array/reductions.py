@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array.align import is_explicit
-from parlinalg.array.core import Axis, DistArray, axis_error, delivered, effective, native, terms_add
+from parlinalg.array.core import Axis, DistArray, axis_of, delivered, effective, native, terms_add
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
@@ -24,11 +23,8 @@ def dims_of(axis: Axis, ndim: int) -> tuple[int, ...]:
     """Return the dims of NumPy's `axis` argument, sorted."""
     if axis is None:
         return tuple(range(ndim))
-    dims = tuple(axis) if isinstance(axis, tuple | list) else (operator.index(axis),)
-    for d in dims:
-        if not -ndim <= operator.index(d) < ndim:
-            raise axis_error(d, ndim)
-    found = sorted({d % ndim for d in dims})
+    dims = [axis_of(d, ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,))]
+    found = sorted(set(dims))
     if len(found) != len(dims):
         raise ValueError(f"axis {axis} names a dim twice")
     return tuple(found)
@@ -185,7 +181,7 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
     """
     if axis is None and (ord is None or (ord in ("f", "fro") and a.ndim == 2) or (ord == 2 and a.ndim == 1)):
         return vector_norm(a, 2, tuple(range(a.ndim)), keepdims)
-    dims = tuple(range(a.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
+    dims = tuple(range(a.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     dims_of(dims, a.ndim)
     if len(dims) == 1:
         if isinstance(ord, str):
@@ -208,7 +204,7 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
 
 def vector_norm(a: DistArray, ord: Any, dims: tuple[int, ...], keepdims: bool) -> DistArray:
     """Return the norms of vectors, whose elements lie along any number of dims."""
-    if ord is None or isinstance(ord, str):
+    if isinstance(ord, str) or not (np.isscalar(ord) or getattr(ord, "ndim", None) == 0):
         raise ValueError(f"vector_norm takes a number for ord, not {ord!r}, which matrix_norm may know")
     a, finished = _measured(a)
     if ord in (math.inf, -math.inf):

@@ -32,7 +32,7 @@ from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
 from parlinalg.linalg.least_squares import lstsq
-from parlinalg.linalg.matrices import LinAlgError, limits
+from parlinalg.linalg.matrices import LinAlgError, check_order, limits
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
 from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, mirrored, pinv, svd, svdvals
 from parlinalg.linalg.systems import det, inv, slogdet, solve, solve_triangular
@@ -126,7 +126,7 @@ def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
     ValueError
         If `axis` is not from -1 to the negative of the fewer dims, or has not three elements.
     """
-    if not -min(x1.ndim, x2.ndim) <= axis < 0:
+    if not -min(x1.ndim, x2.ndim) <= whole("cross: axis", axis) < 0:
         raise ValueError(f"cross takes an axis from {-min(x1.ndim, x2.ndim)} to -1, not {axis}")
     return contraction.cross(x1, x2, axis=axis)
 
@@ -165,7 +165,8 @@ def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, or
     ValueError
         If `ord` is no number, or `axis` names a dim twice or one that `x` lacks.
     """
-    return reductions.vector_norm(x, ord, tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim), keepdims)
+    dims = tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim)
+    return reductions.vector_norm(x, ord, dims, bool(keepdims))
 
 
 @of_arrays
@@ -178,14 +179,13 @@ def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") ->
         If there are fewer than two dims, or `ord` is none of these.
     """
     _matrices(x, "matrix_norm")
+    check_order("matrix_norm: ord", ord)
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord not in (1, -1, math.inf, -math.inf):
-        if ord in (2, -2, "nuc"):
-            s = svdvals(x)
-            value = sum(s, axis=-1) if ord == "nuc" else extreme_size(s, ord, (-1,))
-            return reshape(value, (*x.shape[:-2], 1, 1)) if keepdims else value
-        raise ValueError(f"ord is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}")
+        s = svdvals(x)
+        value = sum(s, axis=-1) if ord == "nuc" else extreme_size(s, ord, (-1,))
+        return reshape(value, (*x.shape[:-2], 1, 1)) if keepdims else value
     size = abs(x) if x.dtype.kind not in "biu" else abs(x.astype(np.float64))
     found = extreme_size(sum(size, axis=-2 if abs(ord) == 1 else -1, keepdims=True), ord, (-2, -1), keepdims=True)
     return found if keepdims else reshape(found, x.shape[:-2])
@@ -308,7 +308,7 @@ def _svd(a: DistArray, full_matrices: bool = True, compute_uv: bool = True, herm
 def _pinv(a: DistArray, rcond: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
     if rcond is not None and rtol is not None:
         raise ValueError("np.linalg.pinv takes rcond or rtol, two names of one limit, not both")
-    return pinv(_given(a, hermitian, "pinv"), rtol=rcond if rtol is None else rtol)
+    return pinv(_given(a, hermitian, "pinv"), rtol=limits("pinv: rcond", rcond, a.shape[:-2]) if rtol is None else rtol)
 
 
 @handles(np.linalg.matrix_rank)
@@ -319,10 +319,9 @@ def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: A
         )
     if A.ndim < 2:  # a vector, or a number, has rank 1, unless it is 0
         return (A != 0).any().astype(np.int64)
-    A = _given(A, hermitian, "matrix_rank")
+    tol, A = limits("matrix_rank: tol", tol, A.shape[:-2]), _given(A, hermitian, "matrix_rank")
     if tol is None:
         return matrix_rank(A, rtol=rtol)
-    tol = limits("tol", tol)
     tol = tol[..., None] if isinstance(tol, DistArray) and tol.ndim else tol  # one for every matrix
     return sum(svdvals(A) > tol, axis=-1, dtype=np.int64)
 
@@ -391,6 +390,7 @@ def tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
         If the dims do not fit, or `a` is singular.
     """
     if axes is not None:
+        axes = dims_of(axes, a.ndim)
         a = moveaxis(a, axes, tuple(range(a.ndim - len(axes), a.ndim)))
     shape = a.shape[b.ndim :]
     size = math.prod(shape)

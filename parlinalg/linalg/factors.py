@@ -884,7 +884,7 @@ def qr(
     """
     x = as_matrix(x, "qr")
     if mode not in ("reduced", "complete", "r"):
-        raise ValueError(f"mode is 'reduced', 'complete' or 'r', not {mode!r}")
+        raise ValueError(f"qr: mode is 'reduced', 'complete' or 'r', not {mode!r}")
     if pivoting:
         *q, r, p = _pivoted(x, mode)
         return PivotedQRResult(q[0], r, p) if q else (r, p)

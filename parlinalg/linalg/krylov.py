@@ -31,6 +31,7 @@ from parlinalg.linalg.vectors import (
     Vectors,
     applied,
     assumed_steps,
+    check_callback,
     columns,
     met_odd,
     precise,
@@ -49,7 +50,10 @@ class _System:
     x as the user has it.
     """
 
-    def __init__(self, name: str, a: Any, b: Any, x0: Any, m: Any, rtol: float, atol: float, maxiter: Any) -> None:
+    def __init__(
+        self, name: str, a: Any, b: Any, x0: Any, m: Any, rtol: float, atol: float, maxiter: Any, callback: Any
+    ) -> None:  # fmt: skip
+        check_callback(name, callback)
         rtol, atol = tolerance(f"{name}: rtol", rtol), tolerance(f"{name}: atol", atol)
         maxiter = None if maxiter is None else whole(f"{name}: maxiter", maxiter, 0)
         self.dtype = precise(a, b, x0)
@@ -267,7 +271,7 @@ def cg(
     LinAlgError
         If a step finds that A or M is not positive definite.
     """
-    s = _System("cg", A, b, x0, M, rtol, atol, maxiter)
+    s = _System("cg", A, b, x0, M, rtol, atol, maxiter, callback)
     r, x, vectors = s.r, s.x, s.vectors
     systems, plus = vectors.systems, vectors.plus
     with np.errstate(over="ignore", invalid="ignore"):  # until A and M are in range
@@ -464,7 +468,7 @@ def minres(
     b − A x, ‖A r‖ is at most √eps ‖A‖ ‖r‖ (of M½ A M½ and M½ r, with M), and further steps made r no shorter but x
     ever longer.
     """
-    s = _System("minres", A, b, x0, M, rtol, atol, maxiter)
+    s = _System("minres", A, b, x0, M, rtol, atol, maxiter, callback)
     v, systems = s.r, s.vectors.systems
     z, size = _preconditioned_start(s, v, rtol, atol)
     x = s.x
@@ -597,7 +601,7 @@ def gmres(
 
     A step takes one product and two all-reduces, of as many numbers as there are vectors.
     """
-    s = _System("gmres", A, b, x0, M, rtol, atol, maxiter)
+    s = _System("gmres", A, b, x0, M, rtol, atol, maxiter, callback)
     most = min(20 if restart is None else whole("gmres: restart", restart, 1), max(1, s.n))
     steps, systems = 0, s.vectors.systems
     least, best = np.full(systems, np.inf), s.x
@@ -734,6 +738,7 @@ def lsqr(
     A step takes a product with A and one with Aᴴ, and three all-reduces of a number or two a system.
     """
     forward, backward = _both_products(A, b)
+    check_callback("lsqr", callback)
     damp, atol, btol = (tolerance(f"lsqr: {k}", v) for k, v in (("damp", damp), ("atol", atol), ("btol", btol)))
     g = _Bidiagonalization(forward, backward, A, b, x0)
     n = g.v.shape[0 if g.v.ndim == 1 else -2]

@@ -34,6 +34,7 @@ from parlinalg.linalg.vectors import (
     Vectors,
     applied,
     assumed_steps,
+    check_callback,
     lead_of,
     met_odd,
     precise,
@@ -59,12 +60,12 @@ AGAIN = 4
 """Steps of `lobpcg` after which products with the vectors are computed, in place of combined from those before."""
 
 
-def _count(k: Any, n: int, name: str, most: int, what: str = "k") -> int:
+def _count(k: Any, shape: tuple[int, int], name: str, most: int, what: str = "k") -> int:
+    m, n = shape
+    side = f"{min(m, n)} {'row' if m < n else 'column'}{'s' * (min(m, n) != 1)}"
     if most < 1:
-        raise ValueError(
-            f"{name}: a matrix with {n} column{'s' * (n != 1)} is too small for any {what}; take svd or eigh"
-        )
-    return whole(f"{name}: of {n} columns {what}", k, 1, most)
+        raise ValueError(f"{name}: a matrix with {side} is too small for any {what}; take svd or eigh")
+    return whole(f"{name}: of {side} {what}", k, 1, most)
 
 
 class _Products(NamedTuple):
@@ -212,7 +213,7 @@ def eigsh(
         raise ValueError(f"eigsh: which is one of {', '.join(map(repr, WHICH))}, not {which!r}")
     n = A.shape[-1] if isinstance(A, DistArray) and A.ndim else v0.shape[0]  # type: ignore[union-attr]
     times = applied(A, "eigsh", n, stacks=True)
-    k, tol = _count(k, n, "eigsh", n - 1), tolerance("eigsh: tol", tol)
+    k, tol = _count(k, (n, n), "eigsh", n - 1), tolerance("eigsh: tol", tol)
     if v0 is not None:
         v0 = _begin(v0, n, A.grid if isinstance(A, DistArray) else v0.grid, "eigsh")
     dtype = precise(A, v0)
@@ -479,7 +480,7 @@ def svds(
         raise ValueError(f"svds: return_singular_vectors is True, False, 'u' or 'vh', not {wanted!r}")
     products = _products(A, "svds", v0, "v0")
     m, n = products.shape
-    k, error = _count(k, n, "svds", min(m, n) - 1), tolerance("svds: tol", tol)
+    k, error = _count(k, (m, n), "svds", min(m, n) - 1), tolerance("svds: tol", tol)
     v0 = None if v0 is None else _begin(v0, n, products.grid, "svds")
     every = {"U": ("m", (m, k)), "S": ("values", (k,)), "Vh": ("n", (k, n))}
     names = ["S"] if not wanted else ["U", "S"] if wanted == "u" else ["S", "Vh"] if wanted == "vh" else list(every)
@@ -562,8 +563,8 @@ def range_finder(
 
 def _range(name: str, a: Any, of: _Products, size: int, n_iter: int, seed: int) -> DistArray:
     """Return what `range_finder` does for the products of a matrix, and raise the errors of a function of this name."""
-    m, n = of.shape
-    size, n_iter = _count(size, n, name, min(m, n), "size"), whole(f"{name}: n_iter", n_iter, 0)
+    n = of.shape[1]
+    size, n_iter = _count(size, of.shape, name, min(of.shape), "size"), whole(f"{name}: n_iter", n_iter, 0)
     y = default_rng(seed).normal(size=(n, size), grid=of.grid, layout=Layout(of.rows, None))
 
     def orthonormal(y: DistArray) -> DistArray:
@@ -591,7 +592,7 @@ def svd_lowrank(
     """
     of = _products(A, "svd_lowrank", like, "like")
     least = min(of.shape)
-    k, oversamples = _count(k, of.shape[1], "svd_lowrank", least), whole("svd_lowrank: oversamples", oversamples, 0)
+    k, oversamples = _count(k, of.shape, "svd_lowrank", least), whole("svd_lowrank: oversamples", oversamples, 0)
     q = _range("svd_lowrank", A, of, min(least, k + oversamples), n_iter, seed)
     inner = matmul(q.mT.conj(), A) if isinstance(A, DistArray) else of.backward(q).mT.conj()
     u, s, vh = svd(inner, full_matrices=False)
@@ -633,6 +634,7 @@ def lobpcg(
     if not isinstance(X, DistArray) or X.ndim < 2:
         given = f"one of shape {X.shape}" if isinstance(X, DistArray) else f"a {type(X).__name__}"
         raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {given}")
+    check_callback("lobpcg", callback)
     (n, k), maxiter = X.shape[-2:], whole("lobpcg: maxiter", maxiter, 0)
     if n < 3:
         raise ValueError(f"lobpcg takes vectors of at least 3 elements, not {n}; eigh has all of them")

@@ -117,31 +117,44 @@ def cutoff(name: str, value: Any) -> float:
     return found
 
 
-def limits(what: str, value: Any) -> Any:
-    """Return a number, or a DistArray with one for every matrix, as a limit of singular values.
+def limits(what: str, value: Any, stacks: tuple[int, ...]) -> Any:
+    """Return a number, or a DistArray with one for every matrix [*stacks, m, n], as limits of singular values, or None.
 
     Raises
     ------
     TypeError
-        If they are not real.
+        If they are not real, or not distributed.
     ValueError
-        If one is NaN, on all ranks.
+        If one is NaN, on all ranks, or their shape does not fit to that of the stacks.
     """
+    if value is None:
+        return None
     text = f"{what} is a number, or one for every matrix, or None, not {value!r}"
     if isinstance(value, DistArray):
         if value.dtype.kind not in "iuf":
             raise TypeError(text)
         if value.dtype.kind == "f" and not truth((~isnan(value)).all(), "finite", "whether a limit is NaN"):
             raise ValueError(text)
+        try:
+            np.broadcast_shapes(value.shape, stacks)
+        except ValueError:
+            raise ValueError(f"{what} has one number for every matrix, of shape {stacks}, not {value.shape}") from None
         return value
     if getattr(value, "ndim", 0) or isinstance(value, list | tuple):
-        return value  # refused as other arrays are that are not distributed
+        raise TypeError(f"{text}; parlinalg.asarray makes a DistArray of several")
     found = real_number(value)
     if found is None:
         raise TypeError(text)
     if math.isnan(found):
         raise ValueError(text)
     return found
+
+
+def check_order(what: str, order: Any) -> None:
+    """Raise ValueError if this is not the order of a norm of matrices."""
+    plain = isinstance(order, str | bool) or (not isinstance(order, DistArray) and real_number(order) is not None)
+    if not plain or order not in ("fro", "nuc", 1, -1, 2, -2, math.inf, -math.inf):
+        raise ValueError(f"{what} is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {order!r}")
 
 
 def refuse_odd(odd: bool | float, name: str) -> None:

@@ -400,7 +400,7 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
     """
     a = as_matrix(a, "polar")
     if side not in ("right", "left"):
-        raise ValueError(f"side is 'right' or 'left', not {side!r}")
+        raise ValueError(f"polar: side is 'right' or 'left', not {side!r}")
     if a.ndim > 2:
         u = batches("polar", _polar_factor, lambda x: polar(x).U, a)[0]
     else:

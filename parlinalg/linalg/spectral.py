@@ -30,6 +30,7 @@ from parlinalg.linalg.matrices import (
     LinAlgError,
     as_matrix,
     batches,
+    check_order,
     distributed,
     limits,
     refuse_odd,
@@ -87,6 +88,7 @@ def eigh(
         If a leading minor of B is not positive, which it names, or eigenvalues of A v = w B v overflow.
     """
     if b is not None:
+        x, b = as_matrix(x, "eigh", square=True), as_matrix(b, "eigh", square=True)
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     x = as_matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
@@ -119,6 +121,7 @@ def eigvalsh(
 ) -> DistArray:  # fmt: skip
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
     if b is not None:
+        x, b = as_matrix(x, "eigvalsh", square=True), as_matrix(b, "eigvalsh", square=True)
         return generalized_values(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
@@ -204,7 +207,7 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
             low, high = n, 0
         if low > high:
             raise ValueError(
-                f"subset_by_index is (first, last), whole numbers with 0 <= first <= last < {n}, not {by_index}"
+                f"{name}: subset_by_index is (first, last), whole numbers with 0 <= first <= last < {n}, not {by_index}"
             )
         return lambda values: slice(low, high + 1)
     if by_value is None:
@@ -214,9 +217,10 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
     except (TypeError, ValueError):
         least = most = math.nan
     if not least < most:
-        raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
+        raise ValueError(f"{name}: subset_by_value is (low, high) with low < high, not {by_value}")
     if x.ndim > 2:
-        raise ValueError(f"subset_by_value is of one matrix, not of a stack of shape {x.shape}; take subset_by_index")
+        given = f"a stack of shape {x.shape}"
+        raise ValueError(f"{name}: subset_by_value is of one matrix, not of {given}; take subset_by_index")
 
     def within(values: np.ndarray) -> slice:
         if not has_values(values):
@@ -325,14 +329,13 @@ def _of_tall(x: DistArray, alone: bool) -> SVDResult | None:
     (y, last, r, rest), n, grid, layout = found, x.shape[1], x.grid, x.layout.with_partial(())
     del found
     if alone:
-        u, s, vh = _from_first_rank(r, (n, n), grid, "svd")
+        u, s, vh = _from_first_rank(r, (n, n), grid, layout, "svd")
         if grid.inside:
             kernels.substitute(last, u, lower=True, adjoint=True)
         del r, last
         u = DistArray(y @ u, x.shape, rest, grid)
         del y
-        values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
-        return SVDResult(u.redistribute(layout), values, distributed(vh, layout, grid, (n, n)))
+        return SVDResult(u.redistribute(layout), s, vh)
     if grid.inside:
         kernels.substitute(last, y, right=True, lower=True, adjoint=True)
     q = DistArray(y, x.shape, rest, grid).redistribute(layout)
@@ -357,11 +360,9 @@ def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
     r, q = _everywhere(x, "svd")
     top, k = (n, n) if q is not None else (m, m if full_matrices else n)
-    u, s, vh = _from_first_rank(r, (top, n), grid, "svd", full_matrices)
+    u, s, vh = _from_first_rank(r, (top, n), grid, layout, "svd", full_matrices)
     u = distributed(u, layout, grid, (top, k))
-    u = u if q is None else _completed(q, u, m if full_matrices else n, layout)
-    values = distributed(s, Layout(layout.dims[-1]), grid, (n,))
-    return SVDResult(u, values, distributed(vh, layout, grid, (n, n)))
+    return SVDResult(u if q is None else _completed(q, u, m if full_matrices else n, layout), s, vh)
 
 
 def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFactor | None]:
@@ -375,11 +376,13 @@ def _everywhere(x: DistArray, name: str, keep: bool = True) -> tuple[Any, QRFact
 
 
 def _from_first_rank(
-    a: Any, shape: tuple[int, int], grid: Grid, name: str, full_matrices: bool = False, vectors: bool = True
+    a: Any, shape: tuple[int, int], grid: Grid, layout: Layout, name: str, full_matrices: bool = False,
+    vectors: bool = True,
 ) -> Any:  # fmt: skip
     """Return U, the singular values and Vᴴ, or without `vectors` the values, of a matrix that all ranks have.
 
-    The first rank finds them for all, which so have the same bits; the others wait without a core.  Collective.
+    U is whole on all ranks; the others are distributed, in the layout of the matrix.  The first rank finds them for
+    all, which so have the same bits; the others wait without a core.  Collective.
     """
     (m, n), backend, problem = shape, grid.backend, ""
     sizes = ((m, m if full_matrices else n), (n,), (n, n)) if vectors else ((n,),)
@@ -408,7 +411,8 @@ def _from_first_rank(
         raise LinAlgError(wrong)
     for each in found if grid.inside else ():
         grid.everyone.broadcast(each, 0)
-    return found if vectors else found[0]
+    values = distributed(found[1 if vectors else 0], Layout(layout.dims[-1]), grid, (n,))
+    return (found[0], values, distributed(found[2], layout, grid, (n, n))) if vectors else values
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -457,7 +461,7 @@ def svdvals(x: DistArray, /) -> DistArray:
 
 def values_of(held: list[DistArray], name: str) -> DistArray:
     """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
-    (m, n), layout, grid = held[0].shape, Layout(held[0].layout.dims[-1]), held[0].grid
+    (m, n), layout, grid = held[0].shape, held[0].layout.with_partial(()), held[0].grid
     tall = nearly_q(held[0]) if small_triangle((m, n), grid.size) else None
     r = None if tall is None else tall[2]
     del tall
@@ -465,20 +469,22 @@ def values_of(held: list[DistArray], name: str) -> DistArray:
         x = held.pop()
         r = _everywhere(x, name, keep=False)[0] if r is None else r
         del x
-        return distributed(_from_first_rank(r, (n, n), grid, name, vectors=False), layout, grid, (n,))
+        found: DistArray = _from_first_rank(r, (n, n), grid, layout, name, vectors=False)
+        return found
     if r is not None:
-        held.append(distributed(r, held.pop().layout.with_partial(()), grid, (n, n)))
+        held.pop()
+        held.append(distributed(r, layout, grid, (n, n)))
         del r
     reduced, scale, _ = _bidiagonal(held, name, keep=False)
-    return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, grid)
+    return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), grid)
 
 
 def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     """Return the singular values of R of a QR factorization [m, n] with m ≥ n, whose tiles without `keep` are lost."""
-    tiles, n, layout = factor.tiles, factor.shape[1], Layout(factor.layout.dims[-1])
+    tiles, n, layout = factor.tiles, factor.shape[1], factor.layout
     if svd_by_one((n, n), tiles.grid.sizes, vectors=False):
-        found = _from_first_rank(factor.whole_r(), (n, n), tiles.grid, name, vectors=False)
-        return distributed(found, layout, tiles.grid, (n,))
+        found: DistArray = _from_first_rank(factor.whole_r(), (n, n), tiles.grid, layout, name, vectors=False)
+        return found
     if keep:
         return values_of([factor.R], name)
     t = tiles.grid.backend.to_host(factor.given_up_r())
@@ -486,12 +492,12 @@ def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     held = [t]
     del t
     reduced = Bidiagonal(tiles, tiles, held, (n, n), keep=False)
-    return distributed(_unscaled(bidiagonal.values(reduced), scale), layout, tiles.grid)
+    return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), tiles.grid)
 
 
 def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
-    """Return for every matrix the singular value from which on it counts."""
-    rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else limits("rtol", rtol)
+    """Return for every matrix the singular value from which on it counts; `rtol` is one of `limits`."""
+    rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else rtol
     largest = s.max(axis=-1, keepdims=True) if s.shape[-1] else zeros((*s.shape[:-1], 1), dtype=s.dtype, grid=s.grid)
     if isinstance(rtol, DistArray) and rtol.ndim:
         rtol = reshape(rtol, (*rtol.shape, 1))
@@ -520,7 +526,7 @@ def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
     `rtol` is max(m, n) times the dtype's eps by default; a number, or one for every matrix.
     """
-    x = as_matrix(x, "matrix_rank")
+    x, rtol = as_matrix(x, "matrix_rank"), limits("matrix_rank: rtol", rtol, x.shape[:-2])
     s = svdvals(x)
     return (s > limit_of(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
 
@@ -531,7 +537,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
     Those are the ones below `rtol` times the largest, by default max(m, n) times the dtype's eps.
     """
-    x = as_matrix(x, "pinv")
+    x, rtol = as_matrix(x, "pinv"), limits("pinv: rtol", rtol, x.shape[:-2])
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
     v = vh.mT.conj()
@@ -551,6 +557,8 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
         raise LinAlgError(f"cond takes matrices, arrays of at least two dims, not of shape {x.shape}")
     if not math.prod(x.shape[-2:]):
         raise LinAlgError(f"cond is not defined on empty matrices, of shape {x.shape}")
+    if p is not None:
+        check_order("cond: p", p)
     if p in (None, 2, -2):
         s = svdvals(x)
         high, low = s.max(axis=-1), s.min(axis=-1)

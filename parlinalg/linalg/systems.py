@@ -231,6 +231,8 @@ def triangular_solution(
     """Return what `solve_triangular` does; without `check`, NaNs and infinities make NaNs of x."""
     a, b = as_matrix(a, "solve_triangular", square=True), as_matrix(b, "solve_triangular", vectors=True)
     same_grid([a, b])
+    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
+        raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
     dtype = np.result_type(a.dtype, b.dtype)
     given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
     if a.ndim > 2 or b.ndim > 2:
@@ -240,7 +242,7 @@ def triangular_solution(
     few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
     finite = False  # as far as all ranks know
     with np.errstate(all="ignore"):
-        if few and b.shape[0] == n:
+        if few:
             x, finite = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
             x, target = x if b.ndim == 2 else reshape(x, (n,)), b.layout.with_partial(())
             x = x if x.layout == target else x.redistribute(target)
@@ -313,8 +315,6 @@ def _diagonal(a: DistArray) -> tuple[bool, int]:
 
 
 def _stacks_of_triangles(a: DistArray, b: DistArray, given: dict[str, bool], check: bool) -> DistArray:
-    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
-        raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
     if b.ndim == 1:
         return reshape(_stacks_of_triangles(a, b[:, None], given, check), a.shape[:-1])
     lower, adjoint, unit = given["lower"], given["adjoint"], given["unit"]

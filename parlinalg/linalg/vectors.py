@@ -398,6 +398,12 @@ def tolerance(name: str, value: Any) -> float:
     return found
 
 
+def check_callback(name: str, callback: Any) -> None:
+    """Raise TypeError unless a callback is a function, or None."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"{name}: callback is a function, or None, not {callback!r}")
+
+
 def precise(*arrays: Any) -> np.dtype[Any]:
     """Return the dtype in which methods compute with these: float32 stays, integers and booleans become float64."""
     kinds = [x.dtype for x in arrays if isinstance(x, DistArray)]

@@ -675,7 +675,11 @@ def _seed(seed: Any) -> int:
         return int(seed)
     if isinstance(seed, np.random.Generator | np.random.BitGenerator | np.random.RandomState):
         raise TypeError(f"a {type(seed).__name__} of NumPy draws other numbers; give a seed, the same on all ranks")
-    sequence = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
+    try:
+        sequence = seed if isinstance(seed, np.random.SeedSequence) else np.random.SeedSequence(seed)
+    except (TypeError, ValueError) as error:
+        kind = type(error)
+        raise kind(f"seed is a whole number of at least 0, or several, or None, not {seed!r}") from None
     return int(sequence.generate_state(1, np.uint64)[0])
 
 

@@ -257,6 +257,16 @@ def test_pipelined_conjugate_gradients_converge_as_plain_ones(grid, dtype):
         assert len(made) <= 1.2 * len(steps[True]) + 12
 
 
+def test_pipelined_conjugate_gradients_of_inexact_products(grid):
+    """The residual of the recurrences falls below the limit, b - A x does not: it is computed before 0 is returned."""
+    for n, low in ((20, 1.0), (40, 1e-3)):
+        a, b = definite(n, low=low)[0], random(n, seed=2)
+        A, B = placed(grid, a, 1), placed(grid, b, 1)
+        x, info = cg(lambda x: (A @ x).astype("float32").astype("float64"), B, rtol=1e-16, maxiter=600, pipelined=True)
+        assert 0 < info < 600
+        assert 1e-10 < np.linalg.norm(b - a @ x.gather()) / np.linalg.norm(b) < 1e-6
+
+
 def test_first_guesses_beside_which_nothing_is_left_of_the_right_hand_side(grid):
     n = 5
     a, b = np.diag(np.linspace(1, 2, n)), np.arange(1.0, n + 1)
@@ -1147,7 +1157,13 @@ def test_wrong_use(grid):
         (lambda: lsqr(a, b[:3]), np.linalg.LinAlgError, r"lsqr takes a matrix \[m, n\] and b \[m\]"),
         (lambda: eigsh(a, 6), ValueError, "of 6 columns k is a whole number from 1 to 5, not 6"),
         (lambda: eigsh(a[:1, :1], 1), ValueError, "eigsh: a matrix with 1 column is too small for any k"),
-        (lambda: svd_lowrank(a[:0], 1), ValueError, "svd_lowrank: a matrix with 6 columns is too small for any k"),
+        (lambda: svd_lowrank(a[:0], 1), ValueError, "svd_lowrank: a matrix with 0 rows is too small for any k"),
+        (lambda: svds(a[:1], 1), ValueError, "svds: a matrix with 1 row is too small for any k"),
+        (lambda: svds(a[:4], 4), ValueError, "svds: of 4 rows k is a whole number from 1 to 3, not 4"),
+        *(
+            (lambda s=seed: range_finder(a, 2, seed=s), error, f"seed is a whole number of at least 0.*, not {text}$")
+            for seed, error, text in (("x", TypeError, "'x'"), (-1, ValueError, "-1"), (1.5, TypeError, "1.5"))
+        ),
         (lambda: eigsh(a, 2, which="LR"), ValueError, "which is one of 'LM', 'SM', 'LA', 'SA', 'BE', not 'LR'"),
         (lambda: eigsh(lambda x: x, 2), ValueError, "eigsh of a function takes a DistArray v0"),
         (lambda: eigsh(a, 2.0), ValueError, "of 6 columns k is a whole number from 1 to 5, not 2.0"),
@@ -1188,6 +1204,21 @@ def test_wrong_use(grid):
     for call, error, text in wrong:
         with pytest.raises(error, match=text):
             call()
+    called = lambda x: pytest.fail("a product is taken before the callback is refused")  # noqa: E731
+    for name, call in (
+        ("cg", lambda f: cg(called, b, callback=f)),
+        ("cg", lambda f: cg(called, b, pipelined=True, callback=f)),
+        ("minres", lambda f: minres(called, b, callback=f)),
+        ("gmres", lambda f: gmres(called, b, callback=f)),
+        ("lsqr", lambda f: lsqr((called, called), b, callback=f)),
+        ("lobpcg", lambda f: lobpcg(called, b[:, None], callback=f)),
+        ("lobpcg", lambda f: lobpcg(stacked(a, 2), b[:, None], callback=f)),
+    ):
+        for callback in (3, "x", [print]):
+            with pytest.raises(
+                TypeError, match=re.escape(f"{name}: callback is a function, or None, not {callback!r}")
+            ):
+                call(callback)
     with pytest.raises(TypeError, match="it stops where an answer is good enough"):
         cg(pla.Tensor(a), b)
 

@@ -224,8 +224,18 @@ def test_hermitian_matrices(grid):
 
 def test_odd_tolerances_and_orders(grid):
     x = placed(grid, random(2, 3, 3))
-    with pytest.raises(TypeError, match=r"takes DistArrays and scalars, not list; parlinalg\.asarray makes"):
-        np.linalg.matrix_rank(x, [0.1, 0.2])
+    for what, limited in (
+        ("matrix_rank: tol", lambda v: np.linalg.matrix_rank(x, v)),
+        ("matrix_rank: rtol", lambda v: linalg.matrix_rank(x, rtol=v)),
+        ("pinv: rcond", lambda v: np.linalg.pinv(x, v)),
+        ("pinv: rtol", lambda v: linalg.pinv(x, rtol=v)),
+    ):
+        for value in ([0.1, 0.2], (0.1,), np.array([0.1])):
+            text = f"{what} is a number, or one for every matrix, or None, not {value!r}; parlinalg.asarray makes"
+            with pytest.raises(TypeError, match=re.escape(text)):
+                limited(value)
+        with pytest.raises(ValueError, match=rf"{what} has one number for every matrix, of shape \(2,\), not \(3,\)"):
+            limited(pla.ones(3, grid=grid))
     for kind in (pla.DistArray.copy, pla.Tensor):
         given, vector, wide = map(kind, (x, x[0, 0].copy(), x[:, :2].copy()))
         for norm in (np.linalg.vector_norm, linalg.vector_norm):
@@ -241,6 +251,48 @@ def test_odd_tolerances_and_orders(grid):
                 function(vector)
         with pytest.raises(np.linalg.LinAlgError, match=r"cond of order 'nuc' takes square matrices, not of shape"):
             linalg.cond(wide, "nuc")
+
+
+def test_arguments_of_wrong_kinds(grid):
+    """The error names the function or the argument, and the value."""
+    x, v = placed(grid, random(4, 4)), placed(grid, random(4))
+    orders = "is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not "
+    wrong = [
+        *((lambda p=p: linalg.cond(x, p), ValueError, f"cond: p {orders}{p!r}") for p in ("x", [2], 3, np.nan, 1j)),
+        *(
+            (lambda o=o: linalg.matrix_norm(x, ord=o), ValueError, f"matrix_norm: ord {orders}{o!r}")
+            for o in ("x", [2])
+        ),
+        *((lambda o=o: linalg.norm(v, o), ValueError, f"a number for ord, not {o!r}") for o in ([2], (1, 2), {})),
+        (lambda: linalg.vector_norm(x, ord=np.ones(2)), ValueError, "a number for ord, not array([1., 1.])"),
+        *((lambda a=a: linalg.norm(x, axis=a), TypeError, f"an axis is a whole number, not {a!r}") for a in ("x", [0])),
+        *(
+            (call, TypeError, "an axis is a whole number, not 0.5")
+            for call in (
+                lambda: linalg.vector_norm(x, axis=0.5),
+                lambda: linalg.tensordot(x, x, axes=(0.5, 1)),
+                lambda: linalg.tensorsolve(x, v, axes=0.5),
+            )
+        ),
+        (lambda: linalg.cross(x, x, axis="x"), ValueError, "cross: axis is a whole number, not 'x'"),
+        (lambda: linalg.vecdot(x, x, axis=None), ValueError, "vecdot: axis is a whole number, not None"),
+        (lambda: linalg.tensordot(x, x, axes=0.5), TypeError, "tensordot: axes is a whole number, or the dims"),
+        (lambda: linalg.tensordot(x, x, axes={}), TypeError, "tensordot: axes is a whole number, or the dims"),
+        (lambda: linalg.eigh(x, "x"), TypeError, "eigh takes DistArrays, not str"),
+        (lambda: linalg.eigvalsh(x, subset_by_index="x"), ValueError, "eigvalsh: subset_by_index is (first, last)"),
+        (lambda: linalg.eigh(x, subset_by_value=1), ValueError, "eigh: subset_by_value is (low, high) with low < high"),
+        (lambda: linalg.qr(x, mode="x"), ValueError, "qr: mode is 'reduced', 'complete' or 'r', not 'x'"),
+        (lambda: linalg.polar(x, side="x"), ValueError, "polar: side is 'right' or 'left', not 'x'"),
+        (lambda: linalg.tensorsolve(x, [1.0]), TypeError, "tensorsolve takes DistArrays, not list"),
+        (lambda: linalg.outer(v, "x"), TypeError, "outer takes DistArrays, not str"),
+        (lambda: linalg.solve_triangular(x, v[:1]), ValueError, "solve_triangular takes right-hand sides of 4 rows"),
+    ]
+    for call, error, text in wrong:
+        with pytest.raises(error, match=re.escape(text)):
+            call()
+    for keepdims in ("x", 1.5, None):  # true or not, as of other functions
+        assert linalg.vector_norm(x, keepdims=keepdims).ndim == linalg.matrix_norm(x, keepdims=keepdims).ndim
+        assert linalg.vector_norm(x, keepdims=keepdims).ndim == (0 if keepdims is None else 2)
 
 
 NANS = [np.float32("nan"), np.float64("nan"), np.float16("nan"), np.array(np.nan), np.array(np.nan, np.float32)]
