@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array import zeros
+from parlinalg.array import DistArray, zeros
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
@@ -540,7 +540,7 @@ def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
     update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(), ends: bool = False,
-    then: Then = ALONE, probe: bool = True,
+    then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -573,6 +573,8 @@ def trace_part(
         The passes that may follow those of these layers.
     probe : bool
         Whether it is traced what blocks leave in memory that offload their activations.
+    elsewhere : bool
+        Whether values rest elsewhere, as of `Part.offloaded`: products keep none of these at work for a backward pass.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -587,6 +589,7 @@ def trace_part(
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
         run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends, then)
         run.blocks = run.blocks if probe else []
+        run.elsewhere = [p for p in run.parameters if elsewhere and largest(p) >= SMALL]
         return run.part(rows, given, update)
 
 
@@ -608,6 +611,16 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     group = topology.group if topology.size > 1 else world.comm
     grid = Grid(topology.sizes[topology.rank], group)
     return Mesh(grid, config, spec, topology)
+
+
+class _Elsewhere(DistArray):
+    """A value that products bring to work each time, as they do one that rests elsewhere."""
+
+    __slots__ = ()
+
+    @property
+    def resident(self) -> None:
+        return None
 
 
 class _Layers(ModuleList):
@@ -650,6 +663,7 @@ class _Run:
         self.output: Between | None = None
         self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
+        self.elsewhere: list[Parameter] = []
         self.gathers: list[int] = []
         """Bytes of the gathers that a microbatch starts together."""
         if self.gatherer is not None:
@@ -921,8 +935,13 @@ class _Run:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
+        values = [p.data for p in self.elsewhere]
+        for p in self.elsewhere:
+            p.data = _Elsewhere(p.block, p.shape, p.layout, p.grid, p.data.order)
         with training_step(0), added_losses(True), using_positions(self.positions):
             yield
+        for p, data in zip(self.elsewhere, values, strict=True):
+            p.data = data
 
     def _targets(self, rows: int) -> Any:
         return self.inputs.targets(self.model, rows, self.grid) if self.last else None
