@@ -134,10 +134,13 @@ class Predictor:
     # -------------------------------------------------------------------------------------------- estimates
     def estimate(self, c: Candidate) -> Planned:
         """Return about what a candidate takes, by traces of its distinct layers."""
-        layers = self.model.layers(c)
         spec = self.model.short_mesh(c)
-        figures = [self._offloading_figures(part, c) for part in layers]
         cuts = self.model.cuts(spec)
+        ends: set[int] = set()
+        if "activations" in dict(c.offload):  # a rank without blocks offloads those of the model's ends
+            ends = {layer for s in self.model.without_blocks(spec) for layer in range(*cuts[s])}
+        layers = self.model.layers(c, ends)
+        figures = [self._offloading_figures(part, c) for part in layers]
         beside = [0] * len(cuts)
         if c.zero == 3 and spec.schedule is not None and min(b - a for a, b in cuts) < 3:
             first = {key: part.gathered[1] for key, part in zip(self.model.keys(c.dtype), layers, strict=True)}
