@@ -718,10 +718,15 @@ class _Run:
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         ending = Ending()
         if update and not self.alone:
-            ending, after = self.ending(rows, given, rest, after, late.weights + pending), 0
+            ending = self.ending(rows, given, rest, after, late.weights + pending)
             if left is not None:
-                whole = min(ending.whole, left.backward + ending.sums)
-                left = left._replace(ending=Ending(whole, max(whole, left.late.weights + left.pending), ending.sums))
+                whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
+                last = Ending(whole, max(whole, later), ending.sums)
+                if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
+                    with self._probe():
+                        last = self.ending(rows, given, rest, after, later)
+                left = left._replace(ending=last)
+            after = 0
         else:
             if not update:
                 rest = world.device.held
@@ -763,10 +768,7 @@ class _Run:
         """
         if not self.blocks:
             return 0, 0, None
-        device = self.world.device
-        kind = ActivationProbe if device.target == "gpu" else HostProbe
-        with kind(self.parameters) as probe:
-            probe.place(self.blocks)
+        with self._probe() as probe:
             self.world.reset_peak()
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
@@ -777,6 +779,14 @@ class _Run:
                 pending, late = self.deferred(rows, given, rest, kept, probe)
             left = Left(kept, pending, transient, late, Ending(), forward - rest, backward - rest, self.later)
             return self.away, probe.array, left
+
+    @contextmanager
+    def _probe(self) -> Iterator[ActivationProbe]:
+        """Let the blocks offload their activations, to a store that takes no time."""
+        kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
+        with kind(self.parameters) as probe:
+            probe.place(self.blocks)
+            yield probe
 
     def _watch(self, gatherer: WeightGatherer) -> None:
         """Note the bytes of what is gathered ahead."""

@@ -485,13 +485,13 @@ class Predictor:
         """
         memory: dict[str, int] = {}
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
-        message = max(f["message"] for own in held for f in own)
+        message, sums = max(f["message"] for own in held for f in own), _tied_sums(held)
         for r, own in enumerate(held):
             weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
             late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
             beside = partial(_passing, own, message, late)
             kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
-            kept, transient = max((kept, transient), *_ends(own, late), key=sum)
+            kept, transient = max((kept, transient), *_ends(own, late), (0.0, sums[r]), key=sum)
             transient += min(sum(f["tiled"] for f in own), max(f["tiles"] for f in own))
             here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
@@ -603,6 +603,18 @@ def _ends(figures: Sequence[Figures], late: bool) -> list[tuple[float, float]]:
     held, ending, passing = ("pending", "late ending", "late weights") if late else ("kept", "ending", "transient")
     sums = [max((f["sums"] for f in figures if f is not own), default=0.0) for own in figures]
     return [(f[held], max(f[ending], f[passing] + n)) for f, n in zip(figures, sums, strict=True)]
+
+
+def _tied_sums(held: Sequence[Sequence[Figures]]) -> list[float]:
+    """Return by pipeline rank the bytes that pass where the gradients of a tied parameter are summed, by the figures of
+    its stages: where holders update unlike parts of it, the whole one, one that comes, and what that is made of."""
+    most = [0.0] * len(held)
+    for tie in (key.removesuffix(" own") for key in held[0][0] if key.startswith("tie ") and key.endswith(" own")):
+        holders = [r for r, own in enumerate(held) if any(f[tie] for f in own)]
+        if len({max(f[f"{tie} own"] for f in held[r]) for r in holders}) > 1:
+            for r in holders:
+                most[r] = max(most[r], 3 * max(f[f"{tie} weights"] for f in held[r]))
+    return most
 
 
 def _simulated(

@@ -996,8 +996,23 @@ def test_gradients_of_several_layers_fill_buckets_together(form, zero, layers, h
         model, form["data"] * form.get("pipeline", 1), batch=32, data={"name": "text", "sequence_length": 64}
     )
     c = replace(_candidate(**form, zero=zero, microbatches=4), offload=_away(["activations"]))
-    least = 0.9 if zero == 1 and "pipeline" in form else 0.93  # its plan has all sums at its peak
-    assert least <= predictor.estimate(c).bytes / predictor.full(c).bytes <= 1.01
+    assert 0.93 <= predictor.estimate(c).bytes / predictor.full(c).bytes <= 1.01
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kinds", [(), ("activations",)], ids=str)
+@pytest.mark.parametrize(("hidden", "layers", "vocabulary"), [(64, 8, 2048), (128, 3, 2048), (64, 3, 8192)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
+def test_sums_of_gradients_are_held_as_by_the_program(schedule, hidden, layers, vocabulary, kinds):
+    """Of narrow models the sums take the most: those that start in the last microbatch, and those of a tied table."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    held = {"offload": dict.fromkeys(kinds, "host"), "data": 2, "zero": 1}
+    peak = _held(lambda world: pipeline_step(world, schedule, None, **held, **sizes), 4)
+    predictor = _predictor({"name": "gpt", **DEEP, **sizes}, 4, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(2, 2, zero=1, microbatches=8, schedule=schedule), recompute=None, offload=_away(kinds))
+    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.02)
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.03)
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
 
 
 @pytest.mark.parametrize("recompute", [None, "block"])
