@@ -231,6 +231,8 @@ class Part:
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
     peak : int
         The most bytes at once, with one microbatch in flight; in a pipeline before the last one of a step.
+    calm : int
+        The same, while no gathers of another backward pass are in flight.
     ending : Ending
     output : Between or None
         None of the last layer.
@@ -292,6 +294,7 @@ class Part:
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
     gathered: tuple[int, int] = (0, 0)
+    calm: int = 0
     late: Late = field(default_factory=Late)
     ending: Ending = field(default_factory=Ending)
     left: Left | None = None
@@ -322,6 +325,11 @@ class Part:
     def transient(self) -> int:
         """Bytes at the peak that are neither at rest nor kept of a microbatch."""
         return max(0, self.peak - self.rest - self.kept)
+
+    @property
+    def unfollowed(self) -> int:
+        """The same of a backward pass while no gathers of another one are in flight."""
+        return max(0, self.calm - self.rest - self.kept)
 
     def span(self, name: str) -> Trace:
         """Return the part of the trace in the first span of a name; empty if there is none.
@@ -362,13 +370,15 @@ class Part:
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
+        unfollowed = self.unfollowed
         kept, pending, late, ending = self.kept, self.pending, self.late, self.ending
         values = weights - self.small
         terms = round(held * values / max(1, weights)) if self.settled else 0
         if "activations" in places and self.left is not None:
             kept, pending, transient, late, ending, *_ = self.left
+            unfollowed = transient
         moving = in_transit(places, values, terms, self.largest)
-        transient, late = transient + moving, Late(*(n + moving for n in late))
+        transient, unfollowed, late = transient + moving, unfollowed + moving, Late(*(n + moving for n in late))
         ending = Ending(ending.whole + moving, ending.later + moving, ending.sums)
         rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
@@ -402,7 +412,8 @@ class Part:
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
             gradients=held, states=states, kept=kept, pending=pending, late=late, ending=ending,
-            peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
+            peak=weights + held + states + kept + transient,
+            calm=weights + held + states + kept + unfollowed, elsewhere=rest, elsewhere_kept=each, moves=moves,
             queue=queue, tiled=tiled,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
@@ -693,11 +704,13 @@ class _Run:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
             forward, backward, *_ = *self.gathers, 0, 0
-            passes, gathered = self._peak(), (forward, backward)
+            passes, calm, gathered = self._peak(), max(self.begun, world.peak_memory), (forward, backward)
             if update and not self.alone:
                 recorder, world.device.recorder = world.device.recorder, None
                 self.microbatch(rows, given, sync=False)  # which adds to gradients
-                passes = max(passes, world.peak_memory)
+                passes, calm = max(passes, world.peak_memory), max(calm, world.peak_memory)
+                if self.then.again[True] and self._gathered(backward=True) == 1:  # its weights stay
+                    calm = passes
                 pending, late = self.deferred(rows, given, rest, kept)
                 away, array, left = self.offloaded(rows, given, update, rest, 0)
                 world.device.recorder = recorder
@@ -736,8 +749,8 @@ class _Run:
             trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
-            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, late, ending, left,
-            loads=self.loads(),
+            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, calm, late, ending,
+            left, loads=self.loads(),
         )  # fmt: skip
 
     @property
@@ -812,17 +825,17 @@ class _Run:
         gatherer, found = self.gatherer, 0
         if gatherer is None:
             return 0
-        if self.then.again[True] and not self._only(backward=True):
+        if self.then.again[True] and self._gathered(backward=True) != 1:
             found = self.ahead
         for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if self.then.other else ():
             if key in self.then.other:
                 found = max(found, gatherer.at_work(_parameters(layer)))
         return found
 
-    def _only(self, backward: bool) -> bool:
-        """Return True if one layer alone has weights that are gathered ahead in such a pass."""
+    def _gathered(self, backward: bool) -> int:
+        """Return how many layers have weights that are gathered ahead in such a pass."""
         known = () if self.gatherer is None else self.gatherer.known
-        return len({at.block for at in known if at.backward is backward}) == 1
+        return len({at.block for at in known if at.backward is backward})
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -841,7 +854,7 @@ class _Run:
             enter(backward, block)
             self.begun = max(self.begun, world.peak_memory)
             world.reset_peak()
-            if self.then.again[backward] and self._only(backward):
+            if self.then.again[backward] and self._gathered(backward) == 1:
                 for visit in (v for at, v in gatherer.known.items() if (at.backward, at.block) == (backward, block)):
                     visit.wants = (*visit.wants, *dict.fromkeys(visit.wants))
 

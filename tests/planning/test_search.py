@@ -976,7 +976,8 @@ def test_pipelines_gather_ahead_once(schedule, zero, layers, recompute, kinds):
     predictor = _predictor(model, 4, batch=32, data={"name": "text", "sequence_length": 64})
     c = replace(_candidate(2, 2, zero=zero, microbatches=8, schedule=schedule), recompute=recompute)
     c = replace(c, offload=_away(kinds))
-    assert 0.99 * peak <= predictor.full(c).bytes <= (1.1 if zero == 3 else 1.04) * peak
+    most = 1.04 if zero < 3 or schedule in ("gpipe", "1f1b") else 1.1
+    assert 0.99 * peak <= predictor.full(c).bytes <= most * peak
     assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.06 if zero == 3 else 0.02)
     bound = Bounds(predictor.model).within(c, 1 << 40)[1]
     assert bound <= peak
@@ -1033,6 +1034,44 @@ def test_passes_that_may_follow_a_stage():
     assert following(make_schedule("chimera", 2, 2), "ab") == [Then(), Then(other=frozenset("a"))]
     every = following(make_schedule("interleaved", 2, 4, 2), "abcd")
     assert [then.other for then in every] == [frozenset(other) for other in ("c", "", "a", "b")]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_stages_without_parameters_are_planned(zero, schedule):
+    """The stage between the two linear layers of a perceptron is its activation."""
+
+    def program(world: Any) -> Callable[[], None]:
+        config = {"parallel": {"data": 2, "pipeline": 3}, "zero": zero, "batch_size": 32}
+        mesh = pla.launch({**config, "schedule": {"name": schedule, "microbatches": 4}}, world.comm, "auto")
+        model = nn.MLP((64, 256, 10), mesh.scheme, mesh.grid, dtype=np.float32)
+        engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
+        samples = np.zeros((32, 64), np.float32), np.zeros(32, np.int64)
+
+        def step() -> None:
+            engine.zero_grad()
+            engine.execute_schedule(iter([samples]))
+            engine.step()
+
+        return step
+
+    config = {"model": {"name": "mlp", "hidden": [256]}, "data": "digits", "batch_size": 32, "dtype": "float32"}
+    predictor = Predictor(TracedModel(load(config), 6, load_machine("v100"), 32))
+    c = replace(_candidate(2, 3, zero=zero, microbatches=4, schedule=schedule), recompute=None)
+    peak = _held(program, 6)
+    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.01)
+    assert predictor.estimate(c).bytes == pytest.approx(peak, rel=0.01)
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gathers_of_a_backward_pass_that_follows(schedule):
+    """They are in flight where the backward pass before was followed by another one: not in the first, of the most
+    microbatches."""
+    moments = dependencies(schedule, 2, 4, None).moments[0]
+    most = {followed: max(m.held for m in moments if m.followed == followed) for followed in (False, True)}
+    assert most == {False: ((4,) if schedule == "gpipe" else (2,)), True: ((3,) if schedule == "gpipe" else (1,))}
 
 
 @pytest.mark.parametrize("kinds", [("activations",), ("optimizer", "activations", "parameters")], ids=str)
