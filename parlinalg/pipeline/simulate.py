@@ -238,6 +238,9 @@ class Moment(NamedTuple):
         The messages of other ranks for which there is memory before they are due.
     later : tuple of int
         Of a backward pass: by chunk, of how many microbatches that are held the forward pass came after this one's.
+    followed : bool
+        Of a backward pass: whether the one of its chunk before was followed by another one, as this one is then taken
+        to be (`parlinalg.parallel.gatherer.dropped`).
     """
 
     chunk: int
@@ -246,6 +249,7 @@ class Moment(NamedTuple):
     pending: tuple[int, ...]
     ahead: int = 0
     later: tuple[int, ...] = ()
+    followed: bool = False
 
     def nbytes(self, kept: Sequence[float], pending: Sequence[float]) -> float:
         """Return the bytes of what is held, by those that one microbatch has in each chunk."""
@@ -256,8 +260,8 @@ class Moment(NamedTuple):
 def _fullest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Return the moments of a rank but those for which another of the same kind holds no less of anything."""
     found: defaultdict[tuple[int, Op], list[tuple[tuple[int, ...], Moment]]] = defaultdict(list)
-    for m in sorted(moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead - sum(m.later)):
-        every, kin = (*m.held, *m.pending, m.ahead, *m.later), found[m.chunk, m.op]
+    for m in sorted(moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead - sum(m.later) - m.followed):
+        every, kin = (*m.held, *m.pending, m.ahead, *m.later, m.followed), found[m.chunk, m.op]
         if not any(all(map(le, every, other)) for other, _ in kin):
             kin.append((every, m))
     return tuple(m for kin in found.values() for _, m in kin)
@@ -270,6 +274,18 @@ def _ahead(order: Sequence[Instruction]) -> list[int]:
         found.append(min(AHEAD, coming))
         coming += i.op in RECEIVES
     return found[::-1]
+
+
+def _followed(order: Sequence[Instruction]) -> list[bool]:
+    """Return for each instruction of a rank `Moment.followed`; in a step's first passes as at the end of the last."""
+    passes = [i for i in order if i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)]
+    then: dict[int, bool] = {}
+    found: dict[Instruction, bool] = {}
+    for i, after in zip(passes, [*passes[1:], None], strict=True):
+        if i.op is not Op.FORWARD:
+            found[i] = then.get(i.chunk, False)
+            then[i.chunk] = after is not None and after.op is not Op.FORWARD
+    return [found.get(i, False) for i in order]
 
 
 @dataclass(frozen=True)
@@ -322,6 +338,7 @@ class Dependencies:
         before: dict[tuple[int, int, int], tuple[int, ...]] = {}  # those with which a microbatch's ended
         moments: list[set[Moment]] = [set() for _ in held]
         ahead = [_ahead(order) for order in schedule.orders]
+        followed = [_followed(order) for order in schedule.orders]
         ready = deque(range(schedule.ranks))
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
@@ -369,7 +386,9 @@ class Dependencies:
                     elif kind is Op.BACKWARD:
                         then = before.pop((rank, i.chunk, i.microbatch))
                         since = tuple(min(k, n - m) for k, n, m in zip(now, passed[rank], then, strict=True))
-                    moments[rank].add(Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n], since))
+                    moments[rank].add(
+                        Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n], since, followed[rank][n])
+                    )
                     now[i.chunk] -= kind is Op.BACKWARD
                     later[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)
         if waiting:

@@ -159,7 +159,9 @@ class TiedParameters:
                 block += self._receive(block, self._route(tie, other, owner), other, tag)
             sent = [h for other in others for h in self._send(block, self._route(tie, owner, other), other, tag)]
         else:
-            sent = self._send(block, self._route(tie, self.topology.rank, owner), owner, tag)
+            for handle in self._send(block, self._route(tie, self.topology.rank, owner), owner, tag):
+                handle.wait()  # before there is memory for what comes
+            sent = []
             block = self._receive(block, self._route(tie, owner, self.topology.rank), owner, tag)
         for handle in sent:
             handle.wait()

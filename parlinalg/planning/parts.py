@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array import zeros
+from parlinalg.array import DistArray, zeros
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
@@ -231,6 +231,8 @@ class Part:
         backward pass for the inputs to that for the weights.  0 of what has an update and no pipeline.
     peak : int
         The most bytes at once, with one microbatch in flight; in a pipeline before the last one of a step.
+    calm : int
+        The same, while no gathers of another backward pass are in flight.
     ending : Ending
     output : Between or None
         None of the last layer.
@@ -292,6 +294,7 @@ class Part:
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
     gathered: tuple[int, int] = (0, 0)
+    calm: int = 0
     late: Late = field(default_factory=Late)
     ending: Ending = field(default_factory=Ending)
     left: Left | None = None
@@ -322,6 +325,11 @@ class Part:
     def transient(self) -> int:
         """Bytes at the peak that are neither at rest nor kept of a microbatch."""
         return max(0, self.peak - self.rest - self.kept)
+
+    @property
+    def unfollowed(self) -> int:
+        """The same of a backward pass while no gathers of another one are in flight."""
+        return max(0, self.calm - self.rest - self.kept)
 
     def span(self, name: str) -> Trace:
         """Return the part of the trace in the first span of a name; empty if there is none.
@@ -362,13 +370,15 @@ class Part:
         if "gradients" in places and not self.settled:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
+        unfollowed = self.unfollowed
         kept, pending, late, ending = self.kept, self.pending, self.late, self.ending
         values = weights - self.small
         terms = round(held * values / max(1, weights)) if self.settled else 0
         if "activations" in places and self.left is not None:
             kept, pending, transient, late, ending, *_ = self.left
+            unfollowed = transient
         moving = in_transit(places, values, terms, self.largest)
-        transient, late = transient + moving, Late(*(n + moving for n in late))
+        transient, unfollowed, late = transient + moving, unfollowed + moving, Late(*(n + moving for n in late))
         ending = Ending(ending.whole + moving, ending.later + moving, ending.sums)
         rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
@@ -402,7 +412,8 @@ class Part:
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
             gradients=held, states=states, kept=kept, pending=pending, late=late, ending=ending,
-            peak=weights + held + states + kept + transient, elsewhere=rest, elsewhere_kept=each, moves=moves,
+            peak=weights + held + states + kept + transient,
+            calm=weights + held + states + kept + unfollowed, elsewhere=rest, elsewhere_kept=each, moves=moves,
             queue=queue, tiled=tiled,
         )  # fmt: skip
         for span in (*moves, "reduce"):  # other sets of what is offloaded have some of them too
@@ -540,7 +551,7 @@ def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
     update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(), ends: bool = False,
-    then: Then = ALONE, probe: bool = True,
+    then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -573,6 +584,8 @@ def trace_part(
         The passes that may follow those of these layers.
     probe : bool
         True to trace also what blocks leave in memory if they offload their activations.
+    elsewhere : bool
+        Whether values rest elsewhere, as of `Part.offloaded`: products keep none of these at work for a backward pass.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -587,6 +600,7 @@ def trace_part(
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
         run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends, then)
         run.blocks = run.blocks if probe else []
+        run.elsewhere = [p for p in run.parameters if elsewhere and largest(p) >= SMALL]
         return run.part(rows, given, update)
 
 
@@ -608,6 +622,16 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     group = topology.group if topology.size > 1 else world.comm
     grid = Grid(topology.sizes[topology.rank], group)
     return Mesh(grid, config, spec, topology)
+
+
+class _Elsewhere(DistArray):
+    """A value that products bring to work each time, as they do one that rests elsewhere."""
+
+    __slots__ = ()
+
+    @property
+    def resident(self) -> None:
+        return None
 
 
 class _Layers(ModuleList):
@@ -650,6 +674,7 @@ class _Run:
         self.output: Between | None = None
         self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
+        self.elsewhere: list[Parameter] = []
         self.gathers: list[int] = []
         """Bytes of the gathers that a microbatch starts together."""
         if self.gatherer is not None:
@@ -679,11 +704,13 @@ class _Run:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
             forward, backward, *_ = *self.gathers, 0, 0
-            passes, gathered = self._peak(), (forward, backward)
+            passes, calm, gathered = self._peak(), max(self.begun, world.peak_memory), (forward, backward)
             if update and not self.alone:
                 recorder, world.device.recorder = world.device.recorder, None
                 self.microbatch(rows, given, sync=False)  # which adds to gradients
-                passes = max(passes, world.peak_memory)
+                passes, calm = max(passes, world.peak_memory), max(calm, world.peak_memory)
+                if self.then.again[True] and self._gathered(backward=True) == 1:  # its weights stay
+                    calm = passes
                 pending, late = self.deferred(rows, given, rest, kept)
                 away, array, left = self.offloaded(rows, given, update, rest, 0)
                 world.device.recorder = recorder
@@ -704,10 +731,15 @@ class _Run:
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         ending = Ending()
         if update and not self.alone:
-            ending, after = self.ending(rows, given, rest, after, late.weights + pending), 0
+            ending = self.ending(rows, given, rest, after, late.weights + pending)
             if left is not None:
-                whole = min(ending.whole, left.backward + ending.sums)
-                left = left._replace(ending=Ending(whole, max(whole, left.late.weights + left.pending), ending.sums))
+                whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
+                last = Ending(whole, max(whole, later), ending.sums)
+                if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
+                    with self._probe():
+                        last = self.ending(rows, given, rest, after, later)
+                left = left._replace(ending=last)
+            after = 0
         else:
             if not update:
                 rest = world.device.held
@@ -717,8 +749,8 @@ class _Run:
             trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
-            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, late, ending, left,
-            loads=self.loads(),
+            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, calm, late, ending,
+            left, loads=self.loads(),
         )  # fmt: skip
 
     @property
@@ -749,10 +781,7 @@ class _Run:
         """
         if not self.blocks:
             return 0, 0, None
-        device = self.world.device
-        kind = ActivationProbe if device.target == "gpu" else HostProbe
-        with kind(self.parameters) as probe:
-            probe.place(self.blocks)
+        with self._probe() as probe:
             self.world.reset_peak()
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
@@ -763,6 +792,14 @@ class _Run:
                 pending, late = self.deferred(rows, given, rest, kept, probe)
             left = Left(kept, pending, transient, late, Ending(), forward - rest, backward - rest, self.later)
             return self.away, probe.array, left
+
+    @contextmanager
+    def _probe(self) -> Iterator[ActivationProbe]:
+        """Let the blocks offload their activations, to a store that takes no time."""
+        kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
+        with kind(self.parameters) as probe:
+            probe.place(self.blocks)
+            yield probe
 
     def _watch(self, gatherer: WeightGatherer) -> None:
         """Note the bytes of what is gathered ahead."""
@@ -788,17 +825,17 @@ class _Run:
         gatherer, found = self.gatherer, 0
         if gatherer is None:
             return 0
-        if self.then.again[True] and not self._only(backward=True):
+        if self.then.again[True] and self._gathered(backward=True) != 1:
             found = self.ahead
         for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if self.then.other else ():
             if key in self.then.other:
                 found = max(found, gatherer.at_work(_parameters(layer)))
         return found
 
-    def _only(self, backward: bool) -> bool:
-        """Return True if one layer alone has weights that are gathered ahead in such a pass."""
+    def _gathered(self, backward: bool) -> int:
+        """Return how many layers have weights that are gathered ahead in such a pass."""
         known = () if self.gatherer is None else self.gatherer.known
-        return len({at.block for at in known if at.backward is backward}) == 1
+        return len({at.block for at in known if at.backward is backward})
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -817,7 +854,7 @@ class _Run:
             enter(backward, block)
             self.begun = max(self.begun, world.peak_memory)
             world.reset_peak()
-            if self.then.again[backward] and self._only(backward):
+            if self.then.again[backward] and self._gathered(backward) == 1:
                 for visit in (v for at, v in gatherer.known.items() if (at.backward, at.block) == (backward, block)):
                     visit.wants = (*visit.wants, *dict.fromkeys(visit.wants))
 
@@ -921,8 +958,13 @@ class _Run:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
+        values = [p.data for p in self.elsewhere]
+        for p in self.elsewhere:
+            p.data = _Elsewhere(p.block, p.shape, p.layout, p.grid, p.data.order)
         with training_step(0), added_losses(True), using_positions(self.positions):
             yield
+        for p, data in zip(self.elsewhere, values, strict=True):
+            p.data = data
 
     def _targets(self, rows: int) -> Any:
         return self.inputs.targets(self.model, rows, self.grid) if self.last else None

@@ -26,7 +26,7 @@ LONG = 12  # equal layers of a stage beyond which two traces, of a few of them a
 FEW, FEW_BESIDE = (4, 6), (6, 10)  # their layers; where reductions or gathers go on beside the passes
 HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done however few they are, and their layers
 RESTS = ("weights", "gradients", "states")
-HELD = ("kept", "pending", "transient")  # of a microbatch
+HELD = ("kept", "pending", "transient", "unfollowed")  # of a microbatch
 LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
 """The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.late`."""
 Figures = dict[str, float]
@@ -134,10 +134,13 @@ class Predictor:
     # -------------------------------------------------------------------------------------------- estimates
     def estimate(self, c: Candidate) -> Planned:
         """Return about what a candidate takes, by traces of its distinct layers."""
-        layers = self.model.layers(c)
         spec = self.model.short_mesh(c)
-        figures = [self._offloading_figures(part, c) for part in layers]
         cuts = self.model.cuts(spec)
+        ends: set[int] = set()
+        if "activations" in dict(c.offload):  # a rank without blocks offloads those of the model's ends
+            ends = {layer for s in self.model.without_blocks(spec) for layer in range(*cuts[s])}
+        layers = self.model.layers(c, ends)
+        figures = [self._offloading_figures(part, c) for part in layers]
         beside = [0] * len(cuts)
         if c.zero == 3 and spec.schedule is not None and min(b - a for a, b in cuts) < 3:
             first = {key: part.gathered[1] for key, part in zip(self.model.keys(c.dtype), layers, strict=True)}
@@ -171,22 +174,27 @@ class Predictor:
         key = tuple(map(id, layers))
         if key not in self._known_gradients:
             self._known_gradients[key] = _beside_gradients(layers)
-        beside *= sum(part.gathered[1] > 0 for part in layers) == 1
+        gathering = [i for i, part in enumerate(layers) if part.gathered[1]]
+        beside *= len(gathering) == 1
+        alike = len(gathering) < 2 or "activations" in dict(c.offload)  # as in plans
         made = []
         for i, (figure, more) in enumerate(zip(figures, self._known_gradients[key], strict=True)):
             part = layers[i]
             each_pass = more * (c.pipeline == 1 or any(load.transient for _, load in part.loads))
             transient, later = figure["transient"] + each_pass, figure["late weights"] + each_pass
+            unfollowed = figure["unfollowed"] + each_pass
             if c.zero == 3 and (own := part.gathered[1]):
                 arriving = sum(behind.gathered[1] + behind.gradients for behind in layers[i + 1 : i + 2])
                 if c.pipeline == 1:  # the trace has no other layer's weights
                     transient += arriving + sum(other.gathered[1] for other in layers[max(0, i - 1) : i])
                 else:
-                    transient = max(transient, 2 * own + arriving)
+                    transient, unfollowed = max(transient, 2 * own + arriving), max(unfollowed, own + arriving)
                 if beside:
                     transient, later = max(transient, 2 * own + beside + part.gradients), later + beside
             ending = {name: figure[name] + more for name in ("ending", "late ending")}
-            made.append({**figure, **ending, "transient": transient, "late weights": later})
+            if alike or i > gathering[0]:  # what is gathered beside is no other pass's
+                unfollowed = transient
+            made.append({**figure, **ending, "transient": transient, "unfollowed": unfollowed, "late weights": later})
         return made
 
     def stretched(self, c: Candidate) -> Planned:
@@ -482,13 +490,13 @@ class Predictor:
         """
         memory: dict[str, int] = {}
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
-        message = max(f["message"] for own in held for f in own)
+        message, sums = max(f["message"] for own in held for f in own), _tied_sums(held)
         for r, own in enumerate(held):
             weights, gradients, states = (round(sum(f[k] for f in own) - _twice(own, k)) for k in RESTS)
             late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
             beside = partial(_passing, own, message, late)
             kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
-            kept, transient = max((kept, transient), *_ends(own, late), key=sum)
+            kept, transient = max((kept, transient), *_ends(own, late), (0.0, sums[r]), key=sum)
             transient += min(sum(f["tiled"] for f in own), max(f["tiles"] for f in own))
             here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
@@ -581,7 +589,8 @@ def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) 
     Messages have so many bytes; `late` says whether gradients of weights come later.
     """
     own = figures[m.chunk]
-    passing = m.ahead * message + own[LATE[m.op] if late else "transient"]
+    plain = "transient" if m.followed else "unfollowed"
+    passing = m.ahead * message + own[LATE[m.op] if late else plain]
     if not any(f["away"] for f in figures):  # nothing waits for a disk
         return passing
     away, left = ([f[name] for f in figures] for name in ("away", "away late"))
@@ -600,6 +609,18 @@ def _ends(figures: Sequence[Figures], late: bool) -> list[tuple[float, float]]:
     held, ending, passing = ("pending", "late ending", "late weights") if late else ("kept", "ending", "transient")
     sums = [max((f["sums"] for f in figures if f is not own), default=0.0) for own in figures]
     return [(f[held], max(f[ending], f[passing] + n)) for f, n in zip(figures, sums, strict=True)]
+
+
+def _tied_sums(held: Sequence[Sequence[Figures]]) -> list[float]:
+    """Return by pipeline rank the bytes that pass where the gradients of a tied parameter are summed, by the figures of
+    its stages: where holders update unlike parts of it, the whole one, one that comes, and what that is made of."""
+    most = [0.0] * len(held)
+    for tie in (key.removesuffix(" own") for key in held[0][0] if key.startswith("tie ") and key.endswith(" own")):
+        holders = [r for r, own in enumerate(held) if any(f[tie] for f in own)]
+        if len({max(f[f"{tie} own"] for f in held[r]) for r in holders}) > 1:
+            for r in holders:
+                most[r] = max(most[r], 3 * max(f[f"{tie} weights"] for f in held[r]))
+    return most
 
 
 def _simulated(
@@ -646,8 +667,9 @@ def _total(figures: Sequence[Figures]) -> Figures:
     for name in RESTS if figures else ():
         made[name] -= _twice(figures, name)
     for name, held, passed in (
-        ("transient", "kept", None), ("late forward", "kept", None), ("late inputs", "kept", "pending"),
-        ("late weights", "pending", None), ("ending", "kept", None), ("late ending", "pending", None),
+        ("transient", "kept", None), ("unfollowed", "kept", None), ("late forward", "kept", None),
+        ("late inputs", "kept", "pending"), ("late weights", "pending", None), ("ending", "kept", None),
+        ("late ending", "pending", None),
     ):  # fmt: skip
         made[name] = _beside(figures, name, held, passed)
     for name in ("message", "message words"):

@@ -6,7 +6,7 @@ them, or all layers of a stage.  A part is traced and timed once, however many c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -263,6 +263,11 @@ class TracedModel:
         cast = precision.communicate if c.dtype == precision.dtype else None
         return c.zero == 0 and cast is None and not self.config.gradient_handler
 
+    def gathering_again(self, c: Candidate) -> dict[str, Any]:
+        """Return the argument of `trace_part` that says that products gather values again in the backward pass: those
+        in two or three dims that rest elsewhere."""
+        return {"elsewhere": True} if "parameters" in dict(c.offload) and c.tensor.mode not in (None, "1d") else {}
+
     def offloading(self, part: Part, c: Candidate) -> Part:
         """Return a part with what a candidate offloads."""
         if not c.offload:
@@ -337,28 +342,34 @@ class TracedModel:
         """Return the passes of all layers of one copy of a candidate's model, without updates."""
         return self._layers(c, self.one_copy(c), update=False)
 
-    def layers(self, c: Candidate) -> list[Part]:
-        """Return the parts of all layers of a candidate's model, for a microbatch."""
+    def layers(self, c: Candidate, ends: Collection[int] = ()) -> list[Part]:
+        """Return the parts of all layers of a candidate's model, for a microbatch; `ends` are those without blocks on
+        their rank, by number."""
         rows = self.rows(c)
         if c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
             c = replace(c, microbatches=c.pipeline)
         setup = Setup(c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows))
-        return self._layers(c, setup, update=True)
+        return self._layers(c, setup, update=True, ends=ends)
 
-    def _layers(self, c: Candidate, setup: Setup, update: bool) -> list[Part]:
+    def _layers(self, c: Candidate, setup: Setup, update: bool, ends: Collection[int] = ()) -> list[Part]:
         found: list[Part] = []
         given: Between | None = None
+        more = self.gathering_again(c) if update else {}
         for i, key in enumerate(self.keys(c.dtype)):
-            known = (setup.key, key, update, given)
-            then = Then(other=frozenset([key] if c.zero == 3 and c.pipeline > 1 else ()))  # as in a stage of several
-            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update, then=then))
+            own = more | ({"ends": True} if i in ends else {})
+            known = (setup.key, key, update, given, *own)
+            several = c.zero == 3 and c.pipeline > 1 and i > 0  # as in a stage of several
+            then = Then(other=frozenset([key] if several else ()))
+            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update, then=then, **own))
             given = found[-1].output
         return found
 
     def whole(self, c: Candidate, **more: Any) -> Part:
-        """Return the trace of a candidate's stage: the same for all schedules, and whatever is offloaded."""
+        """Return the trace of a candidate's stage: the same for all schedules, and whatever is offloaded but values
+        that products gather."""
         rows = self.rows(c)
         setup = Setup(c.apply(self.config, self.batch), self.ranks, rows, ("whole", *_form(c), rows))
+        more |= self.gathering_again(c)
         return self.part((*setup.key, *sorted(more.items())), setup, **more)
 
     def stages(self, c: Candidate, spec: MeshSpec) -> list[Part]:
@@ -387,12 +398,17 @@ class TracedModel:
         ties, cuts = self.ties_of_stages(c, spec), self.cuts(spec)
         if c.zero == 3:
             ties = [{**of, "then": then} for of, then in zip(ties, self.following(c, spec.schedule, cuts), strict=True)]
-        if min(b - a for a, b in cuts) > 1 or self.config.model.name not in LANGUAGE:
-            return [*ties]
+        ends = self.without_blocks(spec)
+        return [{**of, "ends": True} if s in ends else of for s, of in enumerate(ties)]
+
+    def without_blocks(self, spec: MeshSpec) -> set[int]:
+        """Return the stages of a mesh's ranks without blocks: they have layers of the model's ends alone."""
+        cuts = self.cuts(spec)
+        if spec.schedule is None or min(b - a for a, b in cuts) > 1 or self.config.model.name not in LANGUAGE:
+            return set()
         bare = [b - a <= (a == 0) + (b == self.depth) for a, b in cuts]
         on_rank = [[k.stage for k in chunks] for chunks in spec.schedule.chunks]
-        ends = {s for s in range(len(cuts)) if all(all(bare[t] for t in own) for own in on_rank if s in own)}
-        return [{**of, "ends": True} if s in ends else of for s, of in enumerate(ties)]
+        return {s for s in range(len(cuts)) if all(all(bare[t] for t in own) for own in on_rank if s in own)}
 
     def following(self, c: Candidate, schedule: Schedule, cuts: Sequence[Cut]) -> list[Then]:
         """Return for each stage the passes that may follow its own."""

@@ -21,7 +21,7 @@ from parlinalg.layout import Layout, as_cut
 from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
-from parlinalg.parallel.gatherer import WeightGatherer
+from parlinalg.parallel.gatherer import WeightGatherer, check_cut
 from parlinalg.parallel.handlers import Handler, ZeRO
 from parlinalg.parallel.precision import LossScaler, Unscaled
 from parlinalg.parallel.reducer import GradientReducer
@@ -119,6 +119,8 @@ def initialize(
         _not_yet(optimizer, "has no values yet")
         model.initialize(config.seed)
     parameters = list(model.parameters())
+    if config.zero.stage == 3:
+        _check_cut(world, grid, model)
     if all(p.reducer is None for p in parameters):
         reducer_for(config, grid, model)
     made_optimizer = optimizer_for(config, optimizer, parameters, model, grid)
@@ -278,6 +280,22 @@ def _check_handlers(config: TrainingConfig, model: Module) -> None:
                 )
 
 
+def _check_cut(world: Comm, grid: Grid, model: Module) -> None:
+    """Raise a ConfigError on all ranks if no weight of the model rests cut, as ZeRO's stage 3 needs it.
+
+    A stage of a pipeline may have none, such as one of an activation or of a norm.  Collective where there are stages.
+    """
+    own, problem = list(model.parameters()), None
+    if grid.sizes.get(DATA, 1) > 1 and all(p.reducer is None for p in own):
+        try:
+            check_cut(own, (DATA,))
+        except ConfigError as error:
+            problem = str(error)
+    everyone = world.share(problem, others="by rank") if model.in_stages else [problem]
+    if all(everyone):
+        raise ConfigError(everyone[0])
+
+
 def _inventory(model: Any) -> dict[str, Any]:
     """Return the shapes and dtypes of all parameters of a model, those of other ranks' stages included."""
     if model.in_stages:
@@ -332,7 +350,8 @@ def reducer_for(
     """
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
-    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1:
+    cut_here = any(p.layout.where(DATA) is not None for p in model.parameters())  # not in a stage of a norm
+    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1 and cut_here:
         WeightGatherer(model, axes=DATA, accumulate=config.zero.accumulate)
     parameters = [p for own in chunks for p in own] or list(model.parameters())
     if not chunks and isinstance(model, PipelineModel):

@@ -976,7 +976,8 @@ def test_pipelines_gather_ahead_once(schedule, zero, layers, recompute, kinds):
     predictor = _predictor(model, 4, batch=32, data={"name": "text", "sequence_length": 64})
     c = replace(_candidate(2, 2, zero=zero, microbatches=8, schedule=schedule), recompute=recompute)
     c = replace(c, offload=_away(kinds))
-    assert 0.99 * peak <= predictor.full(c).bytes <= (1.1 if zero == 3 else 1.04) * peak
+    most = 1.04 if zero < 3 or schedule in ("gpipe", "1f1b") else 1.1
+    assert 0.99 * peak <= predictor.full(c).bytes <= most * peak
     assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.06 if zero == 3 else 0.02)
     bound = Bounds(predictor.model).within(c, 1 << 40)[1]
     assert bound <= peak
@@ -996,8 +997,23 @@ def test_gradients_of_several_layers_fill_buckets_together(form, zero, layers, h
         model, form["data"] * form.get("pipeline", 1), batch=32, data={"name": "text", "sequence_length": 64}
     )
     c = replace(_candidate(**form, zero=zero, microbatches=4), offload=_away(["activations"]))
-    least = 0.9 if zero == 1 and "pipeline" in form else 0.93  # its plan has all sums at its peak
-    assert least <= predictor.estimate(c).bytes / predictor.full(c).bytes <= 1.01
+    assert 0.93 <= predictor.estimate(c).bytes / predictor.full(c).bytes <= 1.01
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kinds", [(), ("activations",)], ids=str)
+@pytest.mark.parametrize(("hidden", "layers", "vocabulary"), [(64, 8, 2048), (128, 3, 2048), (64, 3, 8192)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
+def test_sums_of_gradients_are_held_as_by_the_program(schedule, hidden, layers, vocabulary, kinds):
+    """Of narrow models the sums take the most: those that start in the last microbatch, and those of a tied table."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    held = {"offload": dict.fromkeys(kinds, "host"), "data": 2, "zero": 1}
+    peak = _held(lambda world: pipeline_step(world, schedule, None, **held, **sizes), 4)
+    predictor = _predictor({"name": "gpt", **DEEP, **sizes}, 4, batch=32, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(2, 2, zero=1, microbatches=8, schedule=schedule), recompute=None, offload=_away(kinds))
+    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.02)
+    assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.03)
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
 
 
 @pytest.mark.parametrize("recompute", [None, "block"])
@@ -1020,6 +1036,44 @@ def test_passes_that_may_follow_a_stage():
     assert [then.other for then in every] == [frozenset(other) for other in ("c", "", "a", "b")]
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_stages_without_parameters_are_planned(zero, schedule):
+    """The stage between the two linear layers of a perceptron is its activation."""
+
+    def program(world: Any) -> Callable[[], None]:
+        config = {"parallel": {"data": 2, "pipeline": 3}, "zero": zero, "batch_size": 32}
+        mesh = pla.launch({**config, "schedule": {"name": schedule, "microbatches": 4}}, world.comm, "auto")
+        model = nn.MLP((64, 256, 10), mesh.scheme, mesh.grid, dtype=np.float32)
+        engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
+        samples = np.zeros((32, 64), np.float32), np.zeros(32, np.int64)
+
+        def step() -> None:
+            engine.zero_grad()
+            engine.execute_schedule(iter([samples]))
+            engine.step()
+
+        return step
+
+    config = {"model": {"name": "mlp", "hidden": [256]}, "data": "digits", "batch_size": 32, "dtype": "float32"}
+    predictor = Predictor(TracedModel(load(config), 6, load_machine("v100"), 32))
+    c = replace(_candidate(2, 3, zero=zero, microbatches=4, schedule=schedule), recompute=None)
+    peak = _held(program, 6)
+    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.01)
+    assert predictor.estimate(c).bytes == pytest.approx(peak, rel=0.01)
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gathers_of_a_backward_pass_that_follows(schedule):
+    """They are in flight where the backward pass before was followed by another one: not in the first, of the most
+    microbatches."""
+    moments = dependencies(schedule, 2, 4, None).moments[0]
+    most = {followed: max(m.held for m in moments if m.followed == followed) for followed in (False, True)}
+    assert most == {False: ((4,) if schedule == "gpipe" else (2,)), True: ((3,) if schedule == "gpipe" else (1,))}
+
+
 @pytest.mark.parametrize("kinds", [("activations",), ("optimizer", "activations", "parameters")], ids=str)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_stage_without_blocks_offloads_all_that_it_saves(schedule, kinds):
@@ -1030,7 +1084,10 @@ def test_a_stage_without_blocks_offloads_all_that_it_saves(schedule, kinds):
     c = replace(_candidate(1, 4, microbatches=8, schedule=schedule), offload=_away(kinds))
     assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
     moving = 2 * max(part.largest for part in predictor.model.stages(c, predictor.model.mesh(c)))
-    assert 0.99 * peak <= predictor.full(c).bytes <= 1.01 * peak + moving * ("parameters" in kinds)
+    found = predictor.full(c).bytes
+    assert 0.99 * peak <= found <= 1.01 * peak + moving * ("parameters" in kinds)
+    if predictor.full(c).stage == 3:  # of the others blocks make the estimate
+        assert predictor.estimate(c).bytes == pytest.approx(found, rel=0.01)
 
 
 def plain_step(
@@ -1085,16 +1142,21 @@ def test_what_is_offloaded_is_held_as_by_the_program(form, sizes, recompute, kin
 
 
 @pytest.mark.parametrize("kinds", [("parameters",), ("optimizer", "activations", "parameters")], ids=str)
-def test_weights_that_rest_elsewhere_are_not_kept_at_work(kinds):
+@pytest.mark.parametrize("recompute", [None, "block"])
+@pytest.mark.parametrize("tensor", [{"size": 4, "mode": "2d"}, {"size": 8, "mode": "2.5d", "depth": 2}], ids=str)
+def test_weights_that_rest_elsewhere_are_not_kept_at_work(tensor, recompute, kinds):
     """In 2D those that a product gathers stay for its backward pass, unless they come from elsewhere."""
-    tensor = {"size": 4, "mode": "2d"}
     config = {"parallel": {"tensor": tensor}, "gradient_accumulation": 2, "offload": dict.fromkeys(kinds, "host")}
     sizes = {**FEW_WIDE, "max_position_embeddings": 64}
-    peak = _held(lambda world: plain_step(world, config, None, **sizes), 4)
-    model = {"name": "gpt", **DEEP, **sizes, "recompute": None}
-    predictor = _predictor(model, 4, batch=16, data={"name": "text", "sequence_length": 64})
-    c = replace(_candidate(tensor=tensor, microbatches=2), recompute=None, offload=_away(kinds))
-    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak <= predictor.full(c).bytes
+    peak = _held(lambda world: plain_step(world, config, recompute, **sizes), tensor["size"])
+    model = {"name": "gpt", **DEEP, **sizes, "recompute": recompute}
+    predictor = _predictor(model, tensor["size"], batch=16, data={"name": "text", "sequence_length": 64})
+    c = replace(_candidate(tensor=tensor, microbatches=2), recompute=recompute)
+    bare, c = predictor.full(c), replace(c, offload=_away(kinds))
+    assert peak <= predictor.full(c).bytes
+    _is_planned(peak, predictor, c)
+    if recompute is None:  # what a recomputed block gathers it gathers twice anyway
+        assert predictor.full(c).words > bare.words
 
 
 class SlowDisk(NoDisk):

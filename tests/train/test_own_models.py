@@ -14,6 +14,7 @@ from parlinalg.autograd import ops
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
 from parlinalg.optim import AdamW, decay_groups
+from parlinalg.schemes.data import SCHEME as DATA
 from tests.conftest import SIZE
 
 CLOSE = 1e-12
@@ -85,6 +86,27 @@ class Stages(Unlisted):
         self.stages = [[self.norm, self.inward, self.act, self.outward], [*self.blocks, self.head]]
 
 
+class Bare(Unlisted):
+    """A stage of an activation, and one of all the others."""
+
+    def __init__(self, scheme: Any, grid: Any) -> None:
+        super().__init__(scheme, grid)
+        self.stages = [[self.act], [self.norm, self.inward, self.outward, *self.blocks, self.head]]
+
+    def forward(self, x: Any) -> Any:
+        for layer in (*self.stages[0], *self.stages[1]):
+            x = layer(x)
+        return x
+
+
+class NormAlone(Unlisted):
+    """A stage of a norm, which ZeRO's stage 3 leaves whole, and one of all the others."""
+
+    def __init__(self, scheme: Any, grid: Any) -> None:
+        super().__init__(scheme, grid)
+        self.stages = [[self.norm], [self.inward, self.act, self.outward, *self.blocks, self.head]]
+
+
 LISTED = [Modules, Layers, Mixture]
 
 
@@ -147,6 +169,26 @@ def test_pipelines_give_the_losses_of_one_rank(kind: Any, world: Any, backend: s
         if kind is Stages and settings["parallel"]["pipeline"] != 2:
             continue
         same(trained(kind, settings, world, backend))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", [Bare, NormAlone])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_without_weights_to_cut_trains(kind: Any, schedule: str, world: Any, backend: str) -> None:
+    """With ZeRO's stage 3 it raised on the ranks of that stage alone; the others waited."""
+    form = {"parallel": {"pipeline": 2, "data": 2}, "schedule": {"name": schedule, "microbatches": 2}}
+    want, *_ = trained(kind, {}, SingleComm(), "numpy")
+    for zero in (0, 3):
+        got, *_ = trained(kind, {**form, "zero": zero}, world, backend)
+        np.testing.assert_allclose(got, want, rtol=CLOSE)
+
+
+@pytest.mark.ranks(4)
+def test_a_model_of_which_no_weight_is_cut_is_refused_on_all_ranks(world: Any, backend: str) -> None:
+    with pla.launch({**SETTINGS, "parallel": {"pipeline": 2, "data": 2}, "zero": 3}, world, backend) as mesh:
+        for kind in (Bare, NormAlone, Stages):
+            with pytest.raises(ConfigError, match="no weight of this model rests cut by it"):
+                pla.initialize(kind(DATA, mesh.grid), AdamW, ops.cross_entropy_sum)
 
 
 @pytest.mark.ranks(1, 2)
