@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parlinalg.comm.base import DONE, Handle
 from parlinalg.comm.ledger import Book, opened
+from parlinalg.comm.together import together
+from parlinalg.errors import FileError
 
 if TYPE_CHECKING:
     from parlinalg.comm.base import Comm
@@ -106,11 +108,21 @@ class Trace(Book):
         return events
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write all ranks' spans as one file for chrome://tracing or ui.perfetto.dev.  Collective; rank 0 writes."""
+        """Write all ranks' spans as one file for chrome://tracing or ui.perfetto.dev.  Collective; rank 0 writes.
+
+        Raises
+        ------
+        FileError
+            If the file cannot be written, on all ranks.
+        """
         everyone = self.comm.share(self.chrome(), others="by rank")
-        if self.comm.rank == 0:
-            with open(path, "w") as file:
-                json.dump({"traceEvents": [event for events in everyone for event in events]}, file)
+
+        def written() -> None:
+            if self.comm.rank == 0:
+                with open(path, "w") as file:
+                    json.dump({"traceEvents": [event for events in everyone for event in events]}, file)
+
+        together(self.comm, written, "writing the trace", kinds=(FileError,))
 
 
 class _Watched(Handle):

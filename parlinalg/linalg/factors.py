@@ -23,6 +23,7 @@ from parlinalg.linalg.blocks import TALL
 from parlinalg.linalg.cholesky import Cholesky, Shared
 from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
+    INDEFINITE,
     LinAlgError,
     as_matrix,
     at_work,
@@ -214,10 +215,7 @@ class CholeskyFactor(WithDeterminant, Factor):
         if odd:
             refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
-            raise LinAlgError(
-                "cholesky takes positive definite matrices; "
-                f"the leading minor of order {n + 1 - int(minor)} is not positive"
-            )
+            raise LinAlgError(INDEFINITE.format(n + 1 - int(minor)))
         if target is not None or (self._whole and passing):
             found = self._t if target is None else target
             self._made = DistArray(found, self.shape, self.layout, self.grid)
@@ -849,10 +847,20 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
     x = as_matrix(x, "cholesky", square=True)
     if x.ndim > 2:
         no_layers(None, depth)
-        found = batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x, lower=True)[0]
+        found = batches("cholesky", _lower_factors, cholesky, x, lower=True)[0]
     else:
         found = CholeskyFactor(x, passing=True, depth=depth).L
     return found if not upper else found.mT.conj().redistribute(found.layout)
+
+
+def _lower_factors(xp: Any, a: Any) -> Any:
+    """Return the lower Cholesky factors of a rank's stack; of a single matrix an error names the leading minor."""
+    try:
+        return xp.linalg.cholesky(a)
+    except LinAlgError:
+        if math.prod(a.shape[:-2]) == 1 and (minor := kernels.cholesky(xp.array(a.reshape(a.shape[-2:]), order="C"))):
+            raise LinAlgError(INDEFINITE.format(minor)) from None
+        raise
 
 
 @overload

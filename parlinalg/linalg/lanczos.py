@@ -23,7 +23,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, qr
-from parlinalg.linalg.matrices import LinAlgError, distributed, real_number
+from parlinalg.linalg.matrices import LinAlgError, distributed, naming, real_number
 from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
 from parlinalg.linalg.tiles import worst
 from parlinalg.linalg.vectors import (
@@ -152,7 +152,10 @@ def _one_by_one(
         own = lead_of(a)
         return a[tuple(i if n > 1 else 0 for i, n in zip(at[len(at) - len(own) :], own, strict=True))] if own else a
 
-    found = [solve(*(picked(a, at) for a in matrices)) for at in np.ndindex(*lead)]
+    found = []
+    for at in np.ndindex(*lead):
+        with naming(at):
+            found.append(solve(*(picked(a, at) for a in matrices)))
     cuts, results = first.layout.dims[: len(lead)], []
     for i, (kind, shape) in enumerate(shapes):
         inner = {"values": (None,), "m": (first.layout.dims[-2], None), "n": (None, first.layout.dims[-1])}[kind]

@@ -24,7 +24,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
 from parlinalg.linalg.lu import determinant
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, naming, raise_first, refuse_odd
+from parlinalg.linalg.matrices import INDEFINITE, LinAlgError, as_matrix, naming, raise_first, refuse_odd
 from parlinalg.linalg.tiles import worst
 
 
@@ -69,9 +69,7 @@ class LocalCholesky(LocalWithDeterminant):
         self._t = np.tril(t)
         self.diagonal, self.order = np.repeat(np.diag(self._t).real, 2), np.arange(0)
         if self.minor:
-            self.problem = (
-                f"cholesky takes positive definite matrices; the leading minor of order {self.minor} is not positive"
-            )
+            self.problem = INDEFINITE.format(self.minor)
 
     def solution(self, b: np.ndarray) -> np.ndarray:
         """Return x of A x = b."""

@@ -33,7 +33,8 @@ def test_waits_and_operations(make_grid, world, folder):
     assert spans.waited == pytest.approx(sum(s.stop - s.start for s in waits))
     assert all(0 <= s.start <= s.stop for s in spans.spans)
     spans.write(folder / "trace.json")
-    world.barrier()
+    with pytest.raises(pla.errors.FileError, match="none"):
+        spans.write(folder / "none" / "trace.json")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == set(range(world.size))
     assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events)

@@ -915,6 +915,14 @@ def test_least_squares_from_a_first_guess(grid, damp):
     close(column.x, want[0][:, None], 1e-9)
 
 
+def test_errors_of_stacks_name_the_matrix(grid):
+    spread = np.diag(np.linspace(1, 2, 12))
+    A = placed(grid, np.stack([np.eye(12), spread]), 1)
+    for method in (eigsh, svds):
+        with pytest.raises(np.linalg.LinAlgError, match=r"^matrix \(1,\): \w+: \d of 3 .* converged in 1 restarts"):
+            method(A, 3, ncv=4, maxiter=1)
+
+
 def test_stacks_of_least_squares_from_first_guesses(grid):
     a, b, guess = random(3, 13, 5, seed=4), random(3, 13, 2, seed=5), random(3, 5, 2, seed=6)
     A = placed(grid, a, 3)

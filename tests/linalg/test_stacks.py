@@ -298,6 +298,10 @@ def test_wrong_use(grid, world):
         assert str(error.value) == (
             f"matrix {last}: cholesky takes positive definite matrices; the leading minor of order 3 is not positive"
         )
+        with pytest.raises(np.linalg.LinAlgError) as error:
+            linalg.cholesky(x)
+        assert f"matrix {last}: " in str(error.value)
+        assert "the leading minor of order 3 is not positive" in str(error.value)
         singular = linalg.lu_factor(x + 1 * pla.eye(4, grid=grid))
         with pytest.raises(np.linalg.LinAlgError) as error:
             singular.solve(pla.ones(4, grid))
