@@ -1060,7 +1060,7 @@ def test_errors_name_the_function_and_the_argument_with_nans(grid, value):
         (lambda: cg(bad, B, pipelined=True), "cg", "A"),
         (lambda: eigsh(bad, 2), "eigsh", "A"),
         (lambda: eigsh(bad, 2, sigma=0.3), "eigsh", "A"),
-        (lambda: eigsh(pla.stack([A, bad]), 2), "eigsh", "A"),
+        (lambda: eigsh(pla.stack([A, bad]), 2), r"matrix \(1,\): eigsh", "A"),
         (lambda: eigsh(A, 2, v0=spoiled(b)), "eigsh", "v0"),
         *((lambda m=m: svds(spoiled(m), 2), "svds", "A") for m in (tall, wide)),
         (lambda: svds(A, 2, v0=spoiled(b)), "svds", "v0"),
