@@ -217,9 +217,12 @@ def bounded(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, 
 
     Where ranks share cores the system runs them in an order, for a second or so, in which every operation takes ten
     times as long.  What takes less among more ranks, or for more bytes, shows that a point was measured in such a time.
+    A message that is a little shorter bounds it in proportion to the bytes.
 
     >>> bounded([(2, 256.0, 9.0), (2, 4096.0, 1.0), (4, 240.0, 2.0), (4, 4080.0, 4.0)])
     [(2, 256.0, 1.0), (2, 4096.0, 1.0), (4, 240.0, 2.0), (4, 4080.0, 4.0)]
+    >>> bounded([(2, 120.0, 9.0), (4, 100.0, 2.0)])
+    [(2, 120.0, 2.4), (4, 100.0, 2.0)]
     """
     rows = sorted(rows)
     return [(p, n, min(t * max(1, n / k) for q, k, t in rows if q >= p and ALIKE * k >= n)) for p, n, _ in rows]
