@@ -299,13 +299,13 @@ SHORT = """- Each setting here is one run, in which the doctor measured the mach
   1 MiB over 8 ranks takes 82 ms from the last rank's start (1.12 times the link's time), alone 79, and ranks come to it
   a few milliseconds apart. ZeRO 3 at 1 Gbit/s, whose gathers are in flight while ranks compute, is told 16% too fast.
 - Until 2026-11-28 hosts had the machine's own congestion control, BBR, and links that let 128 to 256 KiB pass at once
-  after a pause. Then 2.5D on 2 × 2 × 2 took 604 ms, not 554, 3D on the 27th was told 7 to 13% too fast, up to 3 pairs
-  of 38 were in the wrong order, and no cause was found. With BBR exchanges of 128 KiB between two ranks took 9 to 13 ms
-  in some runs and 5.5 in others, where the link takes 5.2, all-to-alls of 64 KiB 3.5 times the link's time; with Reno
-  all collectives of 16 to 256 KiB among 2, 4 and 8 ranks take 1.05 times, whatever was before. With Reno and the old
-  links alone forms with short operations were told 6 to 15% too slow, as what followed computing was for nothing: the
-  links' burst is what they carry in 0.8 ms now. Both were changed after single operations, with the tables above in
-  sight.
+  after a pause. On such links 2.5D on 2 × 2 × 2 takes 555 and 566 ms with BBR, 443 with Reno, in turns. 3D was told 7
+  to 13% too fast on the 27th, up to 3 pairs of 38 were in the wrong order, and no cause was found. With BBR exchanges
+  of 128 KiB between two ranks took 9 to 13 ms in some runs and 5.5 in others, where the link takes 5.2, all-to-alls of
+  64 KiB 3.5 times the link's time; with Reno all collectives of 16 to 256 KiB among 2, 4 and 8 ranks take 1.05 times,
+  whatever was before. With Reno and the old links alone forms with short operations were told 6 to 15% too slow, as
+  what followed computing was for nothing: the links' burst is what they carry in 0.8 ms now. Both were changed after
+  single operations, with the tables above in sight.
 - What others used is the most of a half second before each round and of all rounds together; on the emulated hosts it
   was the half second after the doctor.
 - On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), and a rank that waits polls, yielding its

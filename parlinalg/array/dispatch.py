@@ -44,7 +44,7 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function name what it is given in place of an array: in the first argument, or one that is a DistArray.
+    """Let a function name what it is given in place of an array: in the first argument, or one annotated as such.
 
     Examples
     --------

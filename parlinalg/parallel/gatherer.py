@@ -315,11 +315,16 @@ def _blocks(model: Module) -> list[tuple[Module, ...]]:
     return found
 
 
+def rest_cut(parameters: Iterable[Parameter], axis: str) -> bool:
+    """Return True if some of the parameters rest cut by an axis."""
+    return any(p.layout.where(axis) is not None for p in parameters)
+
+
 def check_cut(parameters: Iterable[Parameter], axes: Cut) -> None:
     """Raise a ConfigError unless some of the parameters rest cut by each of these axes."""
     each = list(parameters)
     for axis in axes:
-        if not any(p.layout.where(axis) is not None for p in each):
+        if not rest_cut(each, axis):
             raise ConfigError(
                 f"ZeRO's stage 3 over {axis!r}: no weight of this model rests cut by it; make the model with "
                 f"scheme.with_weights_cut({axis!r})"

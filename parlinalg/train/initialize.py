@@ -21,7 +21,7 @@ from parlinalg.layout import Layout, as_cut
 from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
-from parlinalg.parallel.gatherer import WeightGatherer, check_cut
+from parlinalg.parallel.gatherer import WeightGatherer, check_cut, rest_cut
 from parlinalg.parallel.handlers import Handler, ZeRO
 from parlinalg.parallel.precision import LossScaler, Unscaled
 from parlinalg.parallel.reducer import GradientReducer
@@ -350,8 +350,7 @@ def reducer_for(
     """
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
-    cut_here = any(p.layout.where(DATA) is not None for p in model.parameters())  # not in a stage of a norm
-    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1 and cut_here:
+    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1 and rest_cut(model.parameters(), DATA):
         WeightGatherer(model, axes=DATA, accumulate=config.zero.accumulate)
     parameters = [p for own in chunks for p in own] or list(model.parameters())
     if not chunks and isinstance(model, PipelineModel):
