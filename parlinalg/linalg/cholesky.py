@@ -94,10 +94,24 @@ class Cholesky(Panels):
         if self.tiles.R == 1:  # all the rows, in the order of the columns
             return panel[r - self.row(k) :], kernels.adjoint(mine), r, c
         later = [at[np.searchsorted(at, c) :] - c for at in self._meet]
-        gathered = self.board.gather(mine, [len(at) for at in later])
-        right = namespace(panel).empty((len(self.columns) - c, b), self.a.dtype)
-        right[np.concatenate(later)] = gathered
-        return panel[r - self.row(k) :], kernels.adjoint(right), r, c
+        ahead = self.ahead(k, b)
+        cuts = [int(np.searchsorted(at, ahead)) for at in later]
+        cut, others = cuts[self.tiles.i], [len(at) - x for at, x in zip(later, cuts, strict=True)]
+
+        def placed(rows: Any, at: list[Any], size: int) -> Any:
+            """Return as columns what belongs to these columns of this rank."""
+            right = namespace(panel).empty((size, b), self.a.dtype)
+            right[np.concatenate(at)] = rows
+            return kernels.adjoint(right)
+
+        def rest(rows: Any) -> Any:
+            at = [at[x:] - ahead for at, x in zip(later, cuts, strict=True)]
+            return placed(rows, at, len(self.columns) - c - ahead)
+
+        rows, then = self.board.gather_in_turn(mine[:cut], cuts, mine[cut:], others, rest, self.at_once)
+        self._rest = lambda: (then(), ahead)
+        right = placed(rows, [at[:x] for at, x in zip(later, cuts, strict=True)], ahead)
+        return panel[r - self.row(k) :], right, r, c
 
     def update(self, step: Any, first: int, last: int) -> None:
         left, right, r, c = step

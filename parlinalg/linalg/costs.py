@@ -152,6 +152,11 @@ class Costs:
     def all_gather(self, name: str, group: Group, total: Counts | int, own: Counts, who: Counts | bool = True) -> None:
         self.note(name, "all_gather", group, total - own, who)
 
+    def in_turn(self, name: str, first: tuple[Counts, Counts], then: tuple[Counts, Counts], who: Counts) -> None:
+        """Add all-gathers down grid columns, in all and of own words, for the next panel's columns and for the rest."""
+        self.all_gather(name, self.down, *first, who=who & (first[0] > 0))
+        self.all_gather(name, self.down, *then, who=who & ((then[0] > 0) | (first[0] == 0)))
+
     def all_reduce(
         self, name: str, group: Group, size: Counts | int, who: Counts | bool = True, times: Counts | int = 1
     ) -> None:
@@ -282,10 +287,12 @@ def _cholesky(costs: Costs, layout: Layout, n: int) -> None:
         here, left = costs.layer == root, below[costs.i]
         below[i], beside[j], both[i, j] = below[i] - b, beside[j] - b, both[i, j] - b
         mine, rest = both[costs.i, costs.j], beside[costs.j]
+        ahead = np.where(costs.j == deal.owner(k + b)[1], min(deal.size, n - k - b), 0)  # columns of the next panel
+        own = np.where(costs.i == deal.owner(k + b)[0], ahead, 0)
         costs.terms(TERMS_OF_PANELS, left * b, root, k // deal.size, who=costs.j == j)
         costs.broadcast("corners down grid columns", costs.down, b * b, i, who=here & (costs.j == j))
         costs.broadcast(ALONG_ROWS, costs.across, left * b, j, who=here)
-        costs.all_gather(ALONG_COLUMNS, costs.down, rest * b, mine * b, who=here)
+        costs.in_turn(ALONG_COLUMNS, (ahead * b, own * b), ((rest - ahead) * b, (mine - own) * b), here)
     costs.agree(2)
 
 
@@ -339,7 +346,9 @@ def lu_factor(
         costs.broadcast(ALONG_ROWS, costs.across, pivots + b * b + active[costs.i] * b, j, who=here)
         costs.broadcast("pivots to the other layers", costs.deep, pivots + b, root)
         costs.terms("layers' terms of rows of U", won[costs.i] * wide, root, deal.D)
-        costs.all_gather("rows of U down grid columns", costs.down, b * wide, won[costs.i] * wide, who=here)
+        ahead = (after(columns, k + b) - after(columns, min(k + b + deal.size, m, n)))[costs.j]
+        costs.in_turn("rows of U down grid columns", (b * ahead, won[costs.i] * ahead),
+                      (b * (wide - ahead), won[costs.i] * (wide - ahead)), here)  # fmt: skip
         active = active - won
     if deal.D > 1:
         _to_one_layer(costs, shape, columns, positions(deal, m, n, winners) if places is None else places)

@@ -147,14 +147,24 @@ class LU(Panels):
         behind = self.a[:, c:]
         top = behind[chosen]
         self.gather_terms(top, tiles.layer, tiles.D).wait()
-        if tiles.R == 1:
-            right = top
-        else:
-            right = namespace(behind).empty((b, behind.shape[1]), self.a.dtype)
-            right[np.argsort(owners, kind="stable")] = self.board.gather(top, counts)
         _fill(behind, done, chosen)
-        kernels.substitute(corner, right, lower=True, unit=True)  # U[k, j] := L[k, k]⁻¹ (P A)[k, j]
-        behind[done : done + won] = right if tiles.R == 1 else right[np.flatnonzero(own)]
+
+        def solved(rows: Any, first: int) -> Any:
+            """Return U[k, j] := L[k, k]⁻¹ (P A)[k, j] in the columns from `first` on."""
+            kernels.substitute(corner, rows, lower=True, unit=True)
+            mine = rows if tiles.R == 1 else rows[np.flatnonzero(own)]
+            behind[done : done + won, first : first + rows.shape[1]] = mine
+            return rows
+
+        if tiles.R == 1:
+            right = solved(top, 0)
+        else:
+            ahead, order = self.ahead(k, b), np.argsort(np.argsort(owners, kind="stable"), kind="stable")
+            rows, later = self.board.gather_in_turn(
+                top[:, :ahead], counts, top[:, ahead:], counts, lambda rows: rows[order], self.at_once
+            )
+            right = solved(rows[order], 0)
+            self._rest = lambda: (solved(later(), ahead), ahead)
         self._win(k, owners, counts)
         self._diagonals.append(corner.diagonal().copy())
         left = below[won:]

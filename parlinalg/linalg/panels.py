@@ -1,7 +1,8 @@
 """Right-looking factorizations on tiles: factor a panel of columns, pass it on, update what is right of it.
 
 A factorization is three steps of a `Panels`; the order in which they run is here.  The next panel is brought up to date
-and factored before the rest of the matrix, while nobody waits for it (lookahead 1).
+and factored before the rest of the matrix, while nobody waits for it (lookahead 1).  What the rest is updated with
+crosses the grid's columns after what the next panel needs, so that no panel waits for it.
 
 With several layers of ranks (2.5D; Solomonik and Demmel, Euro-Par 2011) panels are dealt among the layers in turn.
 Each layer updates its copy of the matrix by its own panels alone, and the layers' terms of a panel are summed when it
@@ -11,7 +12,7 @@ is to be factored.  So panels move within a layer, along rows and columns of few
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -83,6 +84,9 @@ class Panels(ABC):
         self._starts: list[int] = []  # where the places of panels begin there
         self._passing: Any = None  # how they wait for each other
         self.board = Board(tiles.down, None)
+        self._rest: Callable[[], tuple[Any, int]] | None = None
+        """Waits for the rest of a step: right factors of the columns after the first so many, and this number."""
+        self.at_once = tiles.D > 1  # else columns after the next panel wait until that is factored
         self._given: list[Handle] = []  # what this layer has sent to others
 
     def row(self, k: int) -> int:
@@ -107,6 +111,13 @@ class Panels(ABC):
         `step` is what this layer's last panel updates them with, or None.
         """
         return step
+
+    def finish(self, step: Any) -> Any:
+        """Return what updates the columns right of the next panel, for `step`, which updates those of that panel."""
+        if step is None or self._rest is None:
+            return step
+        (left, _, r, c), (right, ahead), self._rest = step, self._rest(), None
+        return left, right, r, c + ahead
 
     @abstractmethod
     def update(self, step: Any, first: int, last: int) -> None:
@@ -169,23 +180,25 @@ class Panels(ABC):
             root = tiles.layer_of(k)
             handle = self.gather_terms(self.a[self.first_row(k) :, c:end], root, k // size) if end > c else DONE
             if tiles.layer != root:
-                step = self.follow(k, b, step)
+                step = self.follow(k, b, self.finish(step))
                 continue
             # as soon as the terms are there the panel is factored
             panel = None
             for start in range(end, width, self.strip) if step is not None else ():
                 if panel is None and handle.test():
                     handle, panel = self.factor(k, b)
+                step = self.finish(step)
                 self.update(step, start, min(start + self.strip, width))
                 handle.test()
             if panel is None:
                 handle.wait()
                 handle, panel = self.factor(k, b)
+            self.finish(step)
             handle.wait()
             self.forget()
             step = self.take(k, b, panel)
         if step is not None:
-            self._strips(step, self.column(n), width, DONE)
+            self._strips(self.finish(step), self.column(n), width, DONE)
         self.forget()
 
     def _strips(self, step: Any, first: int, last: int, handle: Handle) -> None:
@@ -197,6 +210,10 @@ class Panels(ABC):
     def first_row(self, k: int) -> int:
         """Return this rank's first row of the panel from column k on."""
         return self.row(k)
+
+    def ahead(self, k: int, b: int) -> int:
+        """Return how many of this rank's columns are in the panel after that of b columns from k on."""
+        return self.column(min(k + b + self.tiles.size, *self.shape)) - self.column(k + b)
 
     def gather_terms(self, block: np.ndarray, root: int, layers: int) -> Handle:
         """Begin to add to a block of layer `root` the terms of the other ones among the first `layers` layers."""

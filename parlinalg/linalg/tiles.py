@@ -22,6 +22,7 @@ from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
+from parlinalg.comm.base import DONE
 from parlinalg.comm.shared import Meeting, meet
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
@@ -300,6 +301,43 @@ class Board:
         comm.count("all_gather", (total - rows) * width, mine.itemsize)
         self._meeting.wait()
         return whole
+
+    def gather_in_turn(
+        self, first: Any, counts: Sequence[int], then: Any, later: Sequence[int], use: Callable[[Any], Any],
+        at_once: bool,
+    ) -> tuple[Any, Callable[[], Any]]:  # fmt: skip
+        """Return what `gather` returns of `first`, and the function that returns what `use` makes of that of `then`.
+
+        The second gather begins in that function, or here, `at_once` or if the first has no elements.  In shared memory
+        ranks meet once for both.  Collective, and so may be the function.
+        """
+        comm, xp, early = self.comm, namespace(first), sum(counts) * first.shape[1]
+        shape, sizes = (sum(later), then.shape[1]), [n * then.shape[1] for n in later]
+        both = early + sum(sizes)
+        if self._memory is None or both > self._memory[0].size:
+            gathered = self.gather(first, counts) if early else xp.empty((sum(counts), first.shape[1]), first.dtype)
+            rest, mine, handle = xp.empty(shape, then.dtype), xp.ascontiguousarray(then), DONE
+            begun = at_once or not early
+            if begun and (both > early or not early):
+                handle = comm.all_gather(mine, rest, sizes, wait=False)
+
+            def finish() -> Any:
+                if not begun and both > early:
+                    comm.all_gather(mine, rest, sizes)
+                handle.wait()
+                return use(rest)
+
+            return gathered, finish
+        area = self._next().reshape(-1)
+        gathered, rest = area[:early].reshape(sum(counts), first.shape[1]), area[early:both].reshape(shape)
+        for mine, each, whole in (first, counts, gathered), (then, later, rest):
+            before = sum(each[: comm.rank])
+            whole[before : before + len(mine)] = mine
+            if whole.size or (whole is rest and not early):
+                comm.count("all_gather", whole.size - mine.size, mine.itemsize)
+        self._meeting.wait()
+        used = use(rest)  # the rows do not stay
+        return gathered, lambda: used
 
     def broadcast(self, mine: Any, root: int) -> Any:
         """Return the array of rank `root`, in the arrays that all ranks give, which are overwritten.  Collective."""
