@@ -9,7 +9,7 @@ from parlinalg.cli.parser import Commands, speaks
 from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError, counted
 from parlinalg.layout import Layout
-from parlinalg.linalg.blocks import FEW
+from parlinalg.linalg.tile_sizes import FEW
 
 ROUTINES = {
     "cholesky": "A = L Lᴴ", "lu": "P A = L U", "solve": "A X = B by LU", "qr": "A = Q R",
