@@ -25,7 +25,7 @@ import numpy as np
 import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.autograd import ops
-from parlinalg.comm import Comm, Trace, open_comm
+from parlinalg.comm import Comm, TimedBook, open_comm
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
 from parlinalg.schemes import discover
 
@@ -52,7 +52,7 @@ class Case:
         rng = np.random.default_rng(0)
         numbers = rng.integers(0, args.vocabulary, (2, args.batch * world.size, args.sequence))
         self.ids, self.targets = (pla.distribute(a, self.grid, self.model.ids_layout) for a in numbers)
-        self.spans: Trace | None = None
+        self.spans: TimedBook | None = None
         self.seconds: list[float] = []
         self.exposed: list[float] = []
         self.most: list[float] = []
@@ -83,7 +83,7 @@ class Case:
         self.alone.append(again.waited)
 
 
-def replay(spans: Trace, grid: pla.Grid) -> None:
+def replay(spans: TimedBook, grid: pla.Grid) -> None:
     """Make a step's operations again, each awaited before the next."""
 
     def numbers(n: int) -> np.ndarray:

@@ -55,7 +55,7 @@ pla.reshape(A, (N,))                                      | N/p*(1-1/c)
 pla.save(file, A)                                         | N/p*(1-1/c)
 pla.sort(A, axis=0)                                       | 2*N/p*(1-1/r)
 pla.fft.fft(A)                                            | 2*N/p*(1-1/c)
-pla.fft.fft(v)                                            |
+pla.fft.fft(v)                                            | ≤ N-N/p
 pla.fft.fftn(K)                                           | 2*m*m*m/p*(1-1/p)
 A @ B                                                     | N/r*(1-1/c)+N/c*(1-1/r)
 A.gather()                                                | N-N/p

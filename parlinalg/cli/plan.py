@@ -9,7 +9,7 @@ from parlinalg.cli.parser import Commands, speaks
 from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError, counted
 from parlinalg.layout import Layout
-from parlinalg.linalg.blocks import FEW
+from parlinalg.linalg.tile_sizes import FEW
 
 ROUTINES = {
     "cholesky": "A = L Lᴴ", "lu": "P A = L U", "solve": "A X = B by LU", "qr": "A = Q R",
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan", help="plan a training, a product, a factorization or an elementwise operation, and say why so",
         description="Choose the grid of a product or a factorization, the layout of an elementwise operation, or the "
-        "parallel form of a training, and print what it costs and why it was chosen. No MPI is needed, and nothing is "
+        "parallelism of a training, and print what it costs and why it was chosen. No MPI is needed, and nothing is "
         "run, except by --measure.",
     )  # fmt: skip
     what = plan.add_subparsers(metavar="WHAT", required=True)

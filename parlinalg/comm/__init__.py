@@ -18,7 +18,7 @@ from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import launch_problem, launched, ranks_map, start_mpi
 from parlinalg.comm.together import together
-from parlinalg.comm.trace import Trace, trace
+from parlinalg.comm.trace import TimedBook, trace
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.settings import unknown_settings, wrong_setting
 
@@ -29,7 +29,7 @@ __all__ = [
     "ImaginedComm",
     "SingleComm",
     "StopSignals",
-    "Trace",
+    "TimedBook",
     "between_gpus",
     "check_replicas",
     "ledger",

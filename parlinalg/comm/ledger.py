@@ -37,7 +37,7 @@ class Book:
         self.bytes[key] += size
 
     def watch(self, op: str, axes: tuple[str, ...], began: float, handle: Handle) -> Handle:
-        """Return the handle of a noted call, which began at that time; a `Trace` returns one that notes the end."""
+        """Return the handle of a noted call, which began at that time; a `TimedBook` returns one that notes the end."""
         return handle
 
     def __str__(self) -> str:

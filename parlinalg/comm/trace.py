@@ -43,7 +43,7 @@ class TraceSpan(NamedTuple):
     nbytes: int = 0
 
 
-class Trace(Book):
+class TimedBook(Book):
     """A ledger that also notes times.
 
     Attributes
@@ -131,7 +131,7 @@ class _Watched(Handle):
     __slots__ = ("_about", "_handle", "_trace")
 
     def __init__(
-        self, trace: Trace, op: str, axes: tuple[str, ...], began: float, handle: Handle, nbytes: int
+        self, trace: TimedBook, op: str, axes: tuple[str, ...], began: float, handle: Handle, nbytes: int
     ) -> None:  # fmt: skip
         self._trace, self._handle = trace, handle
         self._about: tuple[str, tuple[str, ...], float, int] | None = (op, axes, began, nbytes)
@@ -157,7 +157,7 @@ class _Watched(Handle):
 
 
 @contextmanager
-def trace(where: Any) -> Iterator[Trace]:
+def trace(where: Any) -> Iterator[TimedBook]:
     """Note when what ranks send each other was posted and done, while the context is open.  Collective.
 
     Parameters
@@ -167,7 +167,7 @@ def trace(where: Any) -> Iterator[Trace]:
 
     Yields
     ------
-    Trace
+    TimedBook
         A ledger too; `.write("trace.json")` writes all ranks' spans in Chrome's format.  Times begin together on all
         ranks, at a barrier.
 
@@ -182,6 +182,6 @@ def trace(where: Any) -> Iterator[Trace]:
     >>> [(s.kind, s.name) for s in spans.spans]
     [('span', 'product')]
     """
-    book = Trace(where if hasattr(where, "books") else where.world)
+    book = TimedBook(where if hasattr(where, "books") else where.world)
     with opened(where, book):
         yield book

@@ -23,7 +23,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.comm.ledger import Key
 from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span_of
-from parlinalg.linalg import blocks
+from parlinalg.linalg import tile_sizes
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
 from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
@@ -572,7 +572,7 @@ def turn(costs: Costs, reflections: Iterable[tuple[int, int]], wide: Counts) -> 
 def by_gram(shape: tuple[int, int], ranks: int) -> bool:
     """Return True if `qr` first tries the Gram matrix of a matrix of this shape."""
     m, n = shape
-    return bool(n) and m >= blocks.TALL * n and n * ranks <= m
+    return bool(n) and m >= tile_sizes.TALL * n and n * ranks <= m
 
 
 HELD = 4

@@ -19,7 +19,6 @@ from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.blocks import TALL
 from parlinalg.linalg.cholesky import Cholesky, Shared
 from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
@@ -37,6 +36,7 @@ from parlinalg.linalg.matrices import (
 )
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
+from parlinalg.linalg.tile_sizes import TALL
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
 

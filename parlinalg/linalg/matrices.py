@@ -19,7 +19,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.blocks import arrangement, block_size, layers
+from parlinalg.linalg.tile_sizes import arrangement, block_size, layers
 from parlinalg.linalg.tiles import SIZE, Tiles
 
 LinAlgError = np.linalg.LinAlgError

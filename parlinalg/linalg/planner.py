@@ -14,11 +14,11 @@ from parlinalg import tunables
 from parlinalg.errors import PlanError
 from parlinalg.grid import default_layout
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal, blocks, costs, divide
-from parlinalg.linalg.blocks import Machine, Time
+from parlinalg.linalg import bidiagonal, costs, divide, tile_sizes
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.eigh import PANEL, TOGETHER, Kept
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
+from parlinalg.linalg.tile_sizes import Machine, Time
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, format_flops, format_seconds, parse_bytes
@@ -183,18 +183,18 @@ class LinalgPlan:
         """The time of the model, without the trips, in operations of a fast product."""
         deal, alone = self.deal, self.alone
         grid = (1, 1) if alone and self.routine == "svd" else (deal.R, deal.C)
-        found = blocks.predicted(self.kernel, *self.shape, *grid, self.block, self.machine, deal.D)
+        found = tile_sizes.predicted(self.kernel, *self.shape, *grid, self.block, self.machine, deal.D)
         if self.routine == "svd":
             found = found._replace(products=found.products * VECTORS)
         if (values := self.values) is not None:
             k, values = min(self.m, self.n), values if self.gram else deal
             grid = (1, 1) if alone else (values.R, values.C)
-            more = blocks.predicted("svd", k, k, *grid, values.size, self.machine)
+            more = tile_sizes.predicted("svd", k, k, *grid, values.size, self.machine)
             more = more._replace(products=more.products / 2)  # no vectors
             found = Time(*(x + y for x, y in zip(found, more, strict=True)))
         if (first := self.first) is not None:
             m, n = max(self.m, self.n), min(self.m, self.n)
-            before = blocks.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
+            before = tile_sizes.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
             found = Time(*(x + y for x, y in zip(found, before, strict=True)))
         return found
 
@@ -308,7 +308,7 @@ def by_one(n: int, sizes: Mapping[str, int], vectors: bool = False) -> bool:
     """
     deal = dealt("svd", n, n, sizes, None, True)
     alone, together = (
-        blocks.predicted("svd", n, n, rows, columns, deal.size, blocks.machine())
+        tile_sizes.predicted("svd", n, n, rows, columns, deal.size, tile_sizes.machine())
         for rows, columns in ((1, 1), (deal.R, deal.C))
     )
     factor = VECTORS if vectors else 1
@@ -329,9 +329,9 @@ def dealt(
 ) -> Deal:  # fmt: skip
     """Return how a routine deals the tiles of a matrix [m, n], by default of the size that the model chooses."""
     routine = kernel(routine)
-    kind = blocks.arrangement(routine, m, n, math.prod(sizes.values()), near)
+    kind = tile_sizes.arrangement(routine, m, n, math.prod(sizes.values()), near)
     deal = Deal(sizes, 1, kind, depth)
-    deal.size = blocks.block_size(routine, m, n, deal.R, deal.C, deal.D) if block is None else block
+    deal.size = tile_sizes.block_size(routine, m, n, deal.R, deal.C, deal.D) if block is None else block
     return deal
 
 
@@ -354,7 +354,7 @@ def plan_linalg(
 ) -> LinalgPlan:
     """Choose the grid and the tiles for a factorization of a matrix [m, n], by default [m, m].
 
-    Of the grids with two axes the one with the least time is chosen, in the model of `parlinalg.linalg.blocks`; of
+    Of the grids with two axes the one with the least time is chosen, in the model of `parlinalg.linalg.tile_sizes`; of
     equals the default grid, then the one with fewer rows.  For cholesky, lu and solve several layers of such grids
     (2.5D) are chosen where words and time are less by them.  If that plan needs more than `memory`, the fastest one
     that fits is chosen among all grids, numbers of layers and sizes of tiles, as far as these are not given.
@@ -416,9 +416,9 @@ def plan_linalg(
     if (ranks is None) == (sizes is None):
         raise PlanError("give the number of ranks, or a grid, not both" if sizes else "give the number of ranks")
     count = math.prod(sizes.values()) if sizes else whole_number("ranks", ranks, 1)
-    near = count <= blocks.FEW if near is None else near
+    near = count <= tile_sizes.FEW if near is None else near
     sides = whole_number("sides", sides, 0)
-    constants = blocks.machine() if machine is None else machine
+    constants = tile_sizes.machine() if machine is None else machine
     given = None if block is None else whole_number("block", block, 1)
     wanted = None if depth is None else whole_number("depth", depth, 1)
     if not isinstance(pivoting, bool):
@@ -427,10 +427,10 @@ def plan_linalg(
         raise PlanError(f"pivoting=True is for qr, not {routine}; lu and solve always choose pivots")
     if pivoting and given is not None:
         raise PlanError(f"qr with pivoting has tiles of {PIVOTED} columns on any grid; leave block={given} out")
-    if wanted is None and (near or routine not in blocks.REPLICATED or not min(m, n)):
+    if wanted is None and (near or routine not in tile_sizes.REPLICATED or not min(m, n)):
         wanted = 1
-    elif wanted not in (None, 1) and routine not in blocks.REPLICATED:
-        raise PlanError(f"{routine} knows one layer of ranks; {', '.join(blocks.REPLICATED)} know more")
+    elif wanted not in (None, 1) and routine not in tile_sizes.REPLICATED:
+        raise PlanError(f"{routine} knows one layer of ranks; {', '.join(tile_sizes.REPLICATED)} know more")
     if sizes:
         grids = [(dict(sizes), d) for d in (depths(sizes) if wanted is None else [wanted])]
     else:
@@ -476,28 +476,30 @@ def _with_tiles(plan: LinalgPlan, best: LinalgPlan, *, free: bool) -> list[Linal
     """
     sizes = [plan.block]
     if free and not plan.pivoting:
-        most = blocks.candidates(kernel(plan.routine), *plan.shape, plan.deal.R, plan.deal.C)[-1]
-        sizes = [b for b in reversed(blocks.SIZES) if b <= most]
+        most = tile_sizes.candidates(kernel(plan.routine), *plan.shape, plan.deal.R, plan.deal.C)[-1]
+        sizes = [b for b in reversed(tile_sizes.SIZES) if b <= most]
     plans = [replace(plan, block=b, faster=best) for b in sizes]
-    return plans if plan.routine in blocks.REDUCTIONS else sorted(plans, key=lambda each: each.time.total)
+    return plans if plan.routine in tile_sizes.REDUCTIONS else sorted(plans, key=lambda each: each.time.total)
 
 
 def _layers_allowed(plan: LinalgPlan) -> bool:
     """Return True if the tiles of a rank of several layers take no more than the planner gives them unasked."""
-    return blocks.tile_bytes(plan.deal, *plan.shape, ITEMSIZE[plan.dtype]) <= tunables.LAYER_BYTES
+    return tile_sizes.tile_bytes(plan.deal, *plan.shape, ITEMSIZE[plan.dtype]) <= tunables.LAYER_BYTES
 
 
 def _worth(plans: list[LinalgPlan]) -> list[LinalgPlan]:
     """Return the plans with one layer; if others save words and time, the best of those alone."""
 
     def compared(plan: LinalgPlan) -> tuple[float, float]:
-        return blocks.compared(plan.routine, *plan.shape, plan.deal, plan.machine)
+        return tile_sizes.compared(plan.routine, *plan.shape, plan.deal, plan.machine)
 
     flat = [plan for plan in plans if plan.depth == 1]
     if not flat or len(flat) == len(plans):
         return plans
     best = min(map(compared, flat), key=lambda each: each[1])
-    found = [plan for plan in plans if plan.depth > 1 and blocks.saves(compared(plan), best) and _layers_allowed(plan)]
+    found = [
+        plan for plan in plans if plan.depth > 1 and tile_sizes.saves(compared(plan), best) and _layers_allowed(plan)
+    ]
     if not found:
         return flat
     words = min(flat, key=lambda plan: plan.time.total).words
@@ -535,7 +537,7 @@ def explain(plan: LinalgPlan) -> str:
         ("memory", _memory(plan)), ("time", _time(plan)),
         ("others", "; ".join(_others(plan)) or f"none, {_no_others(plan)}"),
     ]  # fmt: skip
-    if plan.routine in blocks.REPLICATED and plan.m == plan.n:
+    if plan.routine in tile_sizes.REPLICATED and plan.m == plan.n:
         rows.append(("2.5D", _replicated(plan)))
     return "\n".join(f"{name:<10}{text}" for name, text in rows)
 
@@ -670,7 +672,7 @@ def _others(plan: LinalgPlan) -> list[str]:
     if plan.pivoting or (plan.routine == "svd" and plan.alone):
         return found
     kind, shape = kernel(plan.routine), plan.shape
-    sizes = sorted({*blocks.candidates(kind, *shape, deal.R, deal.C), plan.block})
+    sizes = sorted({*tile_sizes.candidates(kind, *shape, deal.R, deal.C), plan.block})
     at = sizes.index(plan.block)
     found += [line(f"tiles of {b}", other(plan.sizes, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
     grids = {}
@@ -702,7 +704,7 @@ def _replicated(plan: LinalgPlan) -> str:
 
     def words(sizes: Mapping[str, int], depth: int) -> float:
         deal = dealt(plan.routine, plan.m, plan.n, sizes, plan.block, near=False, depth=depth)
-        return blocks.panel_words(plan.m, plan.n, deal.R, deal.C, deal.D, half=half)
+        return tile_sizes.panel_words(plan.m, plan.n, deal.R, deal.C, deal.D, half=half)
 
     flat = min(words(grid, 1) for grid in _grids(plan.ranks))
     if plan.depth > 1:

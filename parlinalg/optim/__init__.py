@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from parlinalg import hints
 from parlinalg.optim import schedules
 from parlinalg.optim.adam import Adam, AdamW
-from parlinalg.optim.flat import FlatParameters, InMemory, States
+from parlinalg.optim.flat import InMemory, States
 from parlinalg.optim.groups import Option, decay_groups, matrix_groups
 from parlinalg.optim.layerwise import LAMB, LARS
 from parlinalg.optim.muon import Muon
@@ -18,7 +18,7 @@ from parlinalg.optim.schedules import Scheduler
 from parlinalg.optim.sgd import SGD
 
 __all__ = [
-    "LAMB", "LARS", "SGD", "SOAP", "Adam", "AdamW", "FlatParameters", "InMemory", "Muon", "Optimizer", "Option",
+    "LAMB", "LARS", "SGD", "SOAP", "Adam", "AdamW", "InMemory", "Muon", "Optimizer", "Option",
     "Scheduler", "Shampoo", "States", "decay_groups", "discover", "matrix_groups", "schedules",
 ]  # fmt: skip
 

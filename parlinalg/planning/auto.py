@@ -1,4 +1,4 @@
-"""The choice of a parallel form when a training starts: `parallel="auto"` in a configuration."""
+"""The choice of the parallelism when a training starts: `parallel="auto"` in a configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration with its parallel form.
+    """A configuration with its choice of parallelism.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ def choose(
     ConfigError
         On all ranks, if the configuration or the machine is wrong on any, or configurations differ between ranks.
     PlanError
-        On all ranks, if no form can split the batch or fits the memory.
+        On all ranks, if no candidate can split the batch or fits the memory.
     """
     parsed, given = together(comm, lambda: _read(config, settings), "reading the configuration")
     if not parsed.parallel.auto:
@@ -151,7 +151,7 @@ def _planned(
     """Search; return the note for checkpoints, and the lines for the console."""
     plan = plan_training(given, ranks=ranks, machine=machine, best=2)
     chosen = plan.best[0].candidate
-    return {**about, "form": str(chosen), "choice": chosen.note()}, said(plan)
+    return {**about, "candidate": str(chosen), "choice": chosen.note()}, said(plan)
 
 
 def said(plan: TrainingPlan) -> dict[str, str]:
@@ -159,7 +159,8 @@ def said(plan: TrainingPlan) -> dict[str, str]:
     first = plan.best[0]
     return {
         "parallel": f"{first.candidate}: {format_seconds(first.seconds)} a step on {plan.machine.name}, "
-        f"{format_bytes(first.bytes)} a rank; the fastest of {plan.candidates} forms, found in {plan.seconds:.1f} s",
+        f"{format_bytes(first.bytes)} a rank; the fastest of {plan.candidates} candidates, found in "
+        f"{plan.seconds:.1f} s",
         "because": plan.why(),
     }
 

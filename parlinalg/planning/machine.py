@@ -25,7 +25,7 @@ from typing import Any
 from parlinalg.errors import ConfigError
 from parlinalg.files import read_bytes
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
-from parlinalg.planning.figures import (
+from parlinalg.planning.machine_schema import (
     boolean,
     key,
     lines_of,

@@ -18,8 +18,8 @@ from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
 from parlinalg.grid import Grid
-from parlinalg.linalg import blocks
-from parlinalg.linalg.blocks import Machine
+from parlinalg.linalg import tile_sizes
+from parlinalg.linalg.tile_sizes import Machine
 from parlinalg.offload.disk import DiskFile, aligned, free_bytes, process_number
 from parlinalg.planning import kernel_rates
 from parlinalg.planning import machine as planning
@@ -56,7 +56,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:
         rate = min(comm.share(gemm_rate(grid.backend, dtype), others="alike"))
-        found = blocks.machine()
+        found = tile_sizes.machine()
         if comm.size > 1:
             rows = {name: row for name, *row in collectives(comm, grid.backend)}
             latency, bandwidth = rows["all_gather"][0], min(rows["all_gather"][1], rows["broadcast"][1])

@@ -605,8 +605,8 @@ class _Search:
             need, frame, _ = min(self.crammed, key=lambda x: x[0])
             return (
                 f"no configuration on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the "
-                f"weights, gradients and states alone need {format_bytes(need, up=True)}, in a form of {_kind(frame)}; "
-                "give more memory or more ranks"
+                f"weights, gradients and states alone need {format_bytes(need, up=True)}, in a candidate of the kind "
+                f"{_kind(frame)}; give more memory or more ranks"
             )
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]

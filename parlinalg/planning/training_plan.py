@@ -138,7 +138,7 @@ class TrainingPlan:
         if len(self.best) > 1:
             other = self.best[1]
             return f"next is {other.candidate}: {why_slower(other, self.best[0])}"
-        return "no other form can be trained" if not self.lost else f"others: {self.lost[0][2]}"
+        return "no other candidate can be trained" if not self.lost else f"others: {self.lost[0][2]}"
 
 
 def shown_share(share: float) -> str:

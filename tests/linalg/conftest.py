@@ -9,7 +9,7 @@ import pytest
 from parlinalg import tunables
 from parlinalg.backend import skinny
 from parlinalg.grid import Grid
-from parlinalg.linalg import blocks, kernels, planner, spectral, tiles
+from parlinalg.linalg import kernels, planner, spectral, tile_sizes, tiles
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def ways(request, monkeypatch):
     number = crc32(name.encode())
     monkeypatch.setattr(Grid, "cores", 64 if number & 4 else 1 + (number >> 3) % 2)
     if "two axes" in name or (number & 1 and "one axis" not in name):
-        monkeypatch.setattr(blocks, "FEW", 0)
+        monkeypatch.setattr(tile_sizes, "FEW", 0)
     if number & 2:
         monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
         monkeypatch.setattr(tunables, "TILES_MOVED", 64)

@@ -15,7 +15,7 @@ import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.comm.shared import common
 from parlinalg.layout import Layout
-from parlinalg.linalg import blocks, factors, kernels, systems, tiles, triangular
+from parlinalg.linalg import factors, kernels, systems, tile_sizes, tiles, triangular
 from parlinalg.linalg.cholesky import Shared
 from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
@@ -128,7 +128,7 @@ def test_cholesky(grid):
 def test_cholesky_reads_nothing_but_the_matrix(grid, monkeypatch):
     """What was in shared memory before, and what is above the diagonal, changes nothing."""
     monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
-    monkeypatch.setattr(blocks, "FEW", grid.size)
+    monkeypatch.setattr(tile_sizes, "FEW", grid.size)
     rng = np.random.default_rng(3)
     for n, block, dtype, at in itertools.product([45], [7, 64], ["float32", "complex128"], [0, 1, -1]):
         a = random((n, n), dtype, rng)
@@ -153,7 +153,7 @@ def test_cholesky_reads_nothing_but_the_matrix(grid, monkeypatch):
 def test_cholesky_waits_for_late_ranks(grid, monkeypatch, step):
     """Of ranks that share memory any may be late with any of its steps."""
     monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
-    monkeypatch.setattr(blocks, "FEW", grid.size)
+    monkeypatch.setattr(tile_sizes, "FEW", grid.size)
     a = random((40, 40), "float64", np.random.default_rng(4))
     a = a @ a.T + 40 * np.eye(40)
     x = pla.distribute(a, grid, grid.default_layout(a.shape))
@@ -294,14 +294,14 @@ class TestLayers:
         sizes = grid.sizes
         x = pla.eye(40, grid=grid)
         assert linalg.cho_factor(x).tiles.D == 1
-        assert {blocks.layers(r, 9000, 9000, sizes, True, 8) for r in ("cholesky", "lu", "solve")} == {1}
+        assert {tile_sizes.layers(r, 9000, 9000, sizes, True, 8) for r in ("cholesky", "lu", "solve")} == {1}
         deals = {d: tiles.Deal(sizes, 64, "square", d) for d in tiles.depths(sizes)}
-        words = {d: blocks.panel_words(9000, 9000, t.R, t.C, t.D, half=True) for d, t in deals.items()}
-        chosen = blocks.layers("cholesky", 9000, 9000, sizes, False, 8)
+        words = {d: tile_sizes.panel_words(9000, 9000, t.R, t.C, t.D, half=True) for d, t in deals.items()}
+        chosen = tile_sizes.layers("cholesky", 9000, 9000, sizes, False, 8)
         assert chosen == 1 or words[chosen] < words[1]
         assert chosen > 1 or grid.size not in (8, 12) or len(sizes) < 3
         monkeypatch.setattr(tunables, "LAYER_BYTES", 1000)
-        assert blocks.layers("cholesky", 9000, 9000, sizes, False, 8) == 1
+        assert tile_sizes.layers("cholesky", 9000, 9000, sizes, False, 8) == 1
         used = []
         monkeypatch.setattr("parlinalg.linalg.matrices.layers", lambda *_: used.append(1) or max(self.depths(grid)))
         check(linalg.cholesky(x), np.eye(40))
@@ -996,7 +996,7 @@ def test_columns_that_do_not_lie_a_power_of_two_apart(shape, threads, dtype, mon
 def test_factorizations_that_are_held_have_memory_of_their_own(make_grid, world, monkeypatch, dtype):
     """Of panels that ranks share; the next factorization gets that of one that is gone."""
     monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
-    monkeypatch.setattr(blocks, "FEW", 8)
+    monkeypatch.setattr(tile_sizes, "FEW", 8)
     grid, rng = make_grid({"r": world.size}), np.random.default_rng(3)
     if not grid.backend.host_memory or world.local_size < world.size:
         return

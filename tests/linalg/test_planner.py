@@ -13,9 +13,9 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.errors import PlanError
-from parlinalg.linalg import blocks
-from parlinalg.linalg.blocks import block_size, candidates, predicted
+from parlinalg.linalg import tile_sizes
 from parlinalg.linalg.planner import ROUTINES, SQUARE, plan_linalg
+from parlinalg.linalg.tile_sizes import block_size, candidates, predicted
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.units import format_bytes
 
@@ -112,7 +112,9 @@ def test_tiles_leave_no_rank_idle_and_are_the_best_of_the_model(routine):
         b = block_size(routine, m, n, R, C)
         assert 16 <= b <= 256
         assert b == 16 or ((R == 1 or (m - 1) // b + 1 >= 2 * R - 1) and (C == 1 or (n - 1) // b + 1 >= 2 * C - 1))
-        times = {c: predicted(routine, m, n, R, C, c, blocks.machine()).total for c in candidates(routine, m, n, R, C)}
+        times = {
+            c: predicted(routine, m, n, R, C, c, tile_sizes.machine()).total for c in candidates(routine, m, n, R, C)
+        }
         assert times[b] == min(times.values())
         assert min(times.values()) >= 0
 
@@ -213,7 +215,7 @@ def test_layers_are_planned_where_they_save(routine):
 def _every(routine, m, n, ranks=None, sizes=None, block=None, depth=None, **more):
     """Return the plans of all grids, numbers of layers and sizes of tiles that are looked at."""
     count = ranks or int(np.prod([*sizes.values()]))
-    known = routine in blocks.REPLICATED and not more["near"]
+    known = routine in tile_sizes.REPLICATED and not more["near"]
     layers = [depth or 1]
     if known and depth is None:
         layers = depths(sizes) if sizes else [d for d in range(1, count + 1) if count % d == 0]
@@ -223,7 +225,7 @@ def _every(routine, m, n, ranks=None, sizes=None, block=None, depth=None, **more
         for grid in [sizes] if sizes else [{"d": d, "r": r, "c": count // d // r} for r in rows]:
             own = plan_linalg(routine, m, n, sizes=grid, depth=d, **more)
             most = candidates(own.kernel, *own.shape, own.deal.R, own.deal.C)[-1]
-            for b in [block] if block else [b for b in blocks.SIZES if b <= most]:
+            for b in [block] if block else [b for b in tile_sizes.SIZES if b <= most]:
                 found.append(plan_linalg(routine, m, n, sizes=grid, block=b, depth=d, **more))
     return found
 
@@ -243,7 +245,7 @@ def _every(routine, m, n, ranks=None, sizes=None, block=None, depth=None, **more
 def test_the_fastest_plan_that_fits_is_taken(routine, keywords, shape):
     m, n = shape
     keywords = {"near": True, "sides": 5, **keywords}
-    if (m != n and routine in SQUARE) or (keywords.get("depth", 1) > 1 and routine not in blocks.REPLICATED):
+    if (m != n and routine in SQUARE) or (keywords.get("depth", 1) > 1 and routine not in tile_sizes.REPLICATED):
         return
     fastest = plan_linalg(routine, m, n, **keywords)
     assert plan_linalg(routine, m, n, memory=fastest.need, **keywords).faster is None
@@ -267,7 +269,7 @@ def test_the_fastest_plan_that_fits_is_taken(routine, keywords, shape):
         assert plan.need <= memory
         assert plan.faster == replace(fastest, limit=memory)
         assert " a rank, more than " in plan.explain()
-        if routine not in blocks.REDUCTIONS:
+        if routine not in tile_sizes.REDUCTIONS:
             flat = [
                 each
                 for each in _every(routine, m, n, **keywords)

@@ -131,13 +131,13 @@ def noted(folder: Path) -> dict:
 @pytest.mark.timeout(400)
 def test_a_training_chooses_says_so_and_goes_on(tmp_path):
     text = trained(4, tmp_path, 2)
-    line = re.search(r"^parallel +(.*): \S+ m?s a step on laptop, .* the fastest of \d+ forms", text, re.MULTILINE)
+    line = re.search(r"^parallel +(.*): \S+ m?s a step on laptop, .* the fastest of \d+ candidates", text, re.MULTILINE)
     assert line, text
     assert re.search(r"^because +next is .*: ", text, re.MULTILINE)
     note = noted(tmp_path)
-    assert (note["form"], note["ranks"]) == (line[1], 4)
+    assert (note["candidate"], note["ranks"]) == (line[1], 4)
     text = trained(4, tmp_path, 4, "--resume")
-    assert f"parallel    {note['form']}, as in the last checkpoint" in text
+    assert f"parallel    {note['candidate']}, as in the last checkpoint" in text
     assert "going on after step 2" in text
     assert noted(tmp_path) == note
     text = trained(4, tmp_path, 5, "--resume", "--set", "machine=v100")  # chosen anew

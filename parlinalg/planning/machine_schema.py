@@ -1,4 +1,4 @@
-"""Tables of a machine's file: checks of their figures, objects made of them, and their text.  Pure."""
+"""The tables of a machine's file: checks of their values, parsing them into objects, and writing them.  Pure."""
 
 from __future__ import annotations
 
