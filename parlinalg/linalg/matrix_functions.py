@@ -399,7 +399,7 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
         A = U P with P [..., n, n], or A = P U with P [..., m, m].
     """
     a = as_matrix(a, "polar")
-    if side not in ("right", "left"):
+    if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f"polar: side is 'right' or 'left', not {side!r}")
     if a.ndim > 2:
         u = batches("polar", _polar_factor, lambda x: polar(x).U, a)[0]
