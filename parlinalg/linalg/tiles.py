@@ -464,7 +464,9 @@ def depths(sizes: Mapping[str, int]) -> list[int]:
 
 def check_depth(what: str, depth: Any, sizes: Mapping[str, int]) -> None:
     """Raise ValueError if this is not a number of layers that the ranks of a grid can form."""
-    known = isinstance(depth, SupportsIndex) and not (isinstance(depth, bool | np.bool_) or getattr(depth, "ndim", 0))
+    known = isinstance(depth, SupportsIndex) and not (
+        isinstance(depth, bool | np.bool_) or getattr(depth, "ndim", None)
+    )
     if not known or (depth != 1 and depth not in depths(sizes)):
         raise ValueError(
             f"{what} is a number of layers, one of {', '.join(map(str, depths(sizes)))} on a grid {dict(sizes)}, "
