@@ -235,7 +235,7 @@ def triangular_solution(
     if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
         raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
     dtype = np.result_type(a.dtype, b.dtype)
-    given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
+    given = {"lower": bool(lower), "adjoint": bool(adjoint), "unit": bool(unit_diagonal)}
     if a.ndim > 2 or b.ndim > 2:
         return _stacks_of_triangles(a.astype(dtype, copy=False), b.astype(dtype, copy=False), given, check)
     a, b = (x if x.dtype == dtype else x.astype(dtype) for x in (a, b))

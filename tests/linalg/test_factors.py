@@ -1053,3 +1053,48 @@ def test_qr_near_the_largest_number(grid, dtype, shape):
         linalg.svdvals(x / limits.dtype.type(8)).gather() / most * 8, np.linalg.svd(small, compute_uv=False),
         atol=100 * eps(dtype),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_singular_triangles_however_they_lie(grid, dtype):
+    """All ranks say so, where BLAS does not take a block as it lies too: SciPy's error was that of one rank alone."""
+    rng = np.random.default_rng(grid.size)
+    a = random((19, 19), dtype, rng)
+    np.fill_diagonal(a, np.where(np.arange(19) == 3, 0, 9))
+    every = layouts(grid.axes, 2, partial=False)
+    for layout in [every[i] for i in rng.permutation(len(every))[:4]]:
+        wide = pla.distribute(np.repeat(np.repeat(a, 2, 0), 2, 1), grid, layout)
+        for x in (
+            wide[::2, ::2],
+            pla.distribute(a[:, ::-1], grid, layout)[:, ::-1],
+            pla.distribute(a.T, grid, layout).T,
+        ):
+            for k, lower, adjoint in itertools.product((1, 3, 40), (True, False), (True, False)):
+                b = pla.distribute(random((19, k), dtype, rng), grid, layout)
+                with pytest.raises(np.linalg.LinAlgError, match=r"element \[3, 3\] of its diagonal is 0"):
+                    linalg.solve_triangular(x, b, lower=lower, adjoint=adjoint)
+
+
+@pytest.mark.serial
+def test_triangles_in_any_order_of_memory():
+    """Without errors of singular ones, which have infinities or NaNs as solutions."""
+    rng = np.random.default_rng(0)
+    t, b = random((6, 6), np.complex128, rng) + 9 * np.eye(6), random((6, 4), np.complex128, rng)
+    orders = (
+        lambda x: x,
+        np.asfortranarray,
+        lambda x: np.repeat(np.repeat(x, 2, 0), 2, 1)[::2, ::2],
+        lambda x: x[::-1].copy()[::-1],
+    )
+    for first, second, right, lower, adjoint, unit in itertools.product(orders, orders, *[(True, False)] * 4):
+        triangle = (np.tril if lower else np.triu)(t)
+        if unit:
+            np.fill_diagonal(triangle, 1)
+        whole = triangle.conj().T if adjoint else triangle
+        want = np.linalg.solve(whole.T, b).T if right else np.linalg.solve(whole, b)
+        x = second(b.T if right else b).copy(order="K")
+        kernels.substitute(first(t), x, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        np.testing.assert_allclose(x, want, atol=1e-13)
+        with np.errstate(all="ignore"):
+            kernels.substitute(first(t * 0), x, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        assert unit or not np.isfinite(x).all()
