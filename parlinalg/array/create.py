@@ -332,7 +332,7 @@ def eye(
     dtype: Any = None, device: Any = None,
 ) -> DistArray:  # fmt: skip
     """Return a matrix with ones on diagonal number k, zeros elsewhere."""
-    k = whole("k, the number of a diagonal,", k)
+    k = whole("eye: k, the number of a diagonal,", k)
     shape, grid, layout = placed((n_rows, n_rows if n_cols is None else n_cols), grid, layout, device)
     kind = np.float64 if dtype is None else dtype
     return computed("eye", lambda i, j: j - i == k, shape, grid, layout, kind)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -29,9 +30,12 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
     >>> double(3), double(Loud())
     (6, 'double of something else')
     """
+    flags = flags_of(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if flags:
+            refuse_flags(function.__name__, _given_flags(flags, args, kwargs))
         for value in args:
             if (taker := _taker(value)) is not None:
                 return taker.__parlinalg_function__(call, args, kwargs)
@@ -41,6 +45,39 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def flags_of(function: Callable[..., Any]) -> list[tuple[int, str]]:
+    """Return the parameters that are True or False, each with its place, which those by keyword have beyond all others.
+
+    They are those with such a default, but for `where`, which may be a mask, and those that may be a word.
+    """
+    found = []
+    for at, (name, parameter) in enumerate(signature(function).parameters.items()):
+        if isinstance(parameter.default, bool) and name != "where" and "str" not in str(parameter.annotation):
+            found.append((at if parameter.kind != parameter.KEYWORD_ONLY else sys.maxsize, name))
+    return found
+
+
+def _given_flags(flags: list[tuple[int, str]], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    for at, flag in flags:
+        if flag in kwargs:
+            yield flag, kwargs[flag]
+        elif at < len(args):
+            yield flag, args[at]
+
+
+def refuse_flags(name: str, given: Iterable[tuple[str, Any]]) -> None:
+    """Raise an error that names the function and the argument if an array is given as a flag, True or False.
+
+    Arrays of one element are True or False, as NumPy's are; tensors are not.
+    """
+    for flag, value in given:
+        if value is True or value is False:
+            continue
+        if (tensor := takes_over(value)) or getattr(value, "size", 1) != 1:
+            what = f"{name}: {flag} is True or False, not a {type(value).__name__} of shape {value.shape}"
+            raise (TypeError if tensor else ValueError)(f"{what}; take its {'.item()' if tensor else 'any() or all()'}")
 
 
 def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,8 +94,12 @@ def of_arrays(function: Callable[P, R]) -> Callable[P, R]:
     TypeError: rows takes DistArrays, not list of int; parlinalg.asarray makes one
     """
 
+    flags = flags_of(function)
+
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if flags:
+            refuse_flags(function.__name__, _given_flags(flags, args, kwargs))
         try:
             return function(*args, **kwargs)
         except AttributeError:

@@ -17,7 +17,7 @@ import numpy as np
 from parlinalg.array import create, joining, products, reductions, shapes, sorting
 from parlinalg.array.align import together
 from parlinalg.array.core import Axis, DistArray, axis_of, delivered, native, whole
-from parlinalg.array.dispatch import primitive, takes_over
+from parlinalg.array.dispatch import flags_of, primitive, refuse_flags, takes_over
 from parlinalg.array.ufuncs import operand
 from parlinalg.layout import Layout
 
@@ -37,6 +37,8 @@ class Implementation:
         The parameters that `run` takes.
     several : bool
         It takes any number of arguments by position: `run` gets all arguments as they are.
+    flags : tuple of str
+        The parameters of `run` that are True or False.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Implementation:
     positional: tuple[str, ...]
     taken: frozenset[str]
     several: bool = False
+    flags: tuple[str, ...] = ()
 
 
 HANDLED: dict[Callable[..., Any], Implementation] = {}
@@ -96,6 +99,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 f"np.{found.name}({key}=) is not defined on distributed arrays; leave {key}= out, or take the global "
                 "array by gather()"
             )
+    refuse_flags(f"np.{found.name}", ((flag, given[flag]) for flag in found.flags if flag in given))
     return found.run(**given)
 
 
@@ -126,13 +130,14 @@ def handles(
 
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
         taken = frozenset(inspect.signature(implementation).parameters if takes is None else takes)
+        flags = tuple(name for _, name in flags_of(implementation) if name in taken)
         for function in functions:
             positional, several = _WRITTEN.get(function), False
             if positional is None:
                 parameters = _signature(function, implementation).parameters.values()
                 positional = tuple(p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
                 several = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-            HANDLED[function] = Implementation(_name(function), implementation, positional, taken, several)
+            HANDLED[function] = Implementation(_name(function), implementation, positional, taken, several, flags)
         return implementation
 
     return register
@@ -233,7 +238,7 @@ def _trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any =
     first, second = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
     if first == second:
         raise ValueError(f"trace takes two dims, axis1 and axis2, not {axis1} twice")
-    offset = whole("offset, the number of a diagonal,", offset)
+    offset = whole("trace: offset, the number of a diagonal,", offset)
     a = a.transpose([d for d in range(a.ndim) if d not in (first, second)] + [first, second])
     layout = Layout(*a.layout.dims[-2:])
     mask = create.computed("trace", lambda i, j: i + offset == j, a.shape[-2:], a.grid, layout, np.bool_)
@@ -562,6 +567,7 @@ def _diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> 
 def _diag(v: DistArray, k: int = 0) -> DistArray:
     if v.ndim not in (1, 2):
         raise ValueError(f"diag takes a vector or a matrix, not an array of shape {v.shape}")
+    k = whole("diag: k, the number of a diagonal,", k)
     return joining.diagonal(v, k) if v.ndim == 2 else joining.diagonal_matrix(v, k)
 
 

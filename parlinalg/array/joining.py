@@ -294,7 +294,8 @@ def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
     """Return the matrices with zeros above (or below) diagonal number k."""
     if a.ndim < 2:
         raise ValueError(f"tril and triu take matrices, or stacks of them, not an array of shape {a.shape}")
-    i, j, k = positions(a, a.ndim - 2), positions(a, a.ndim - 1), whole("k, the number of a diagonal,", k)
+    k = whole(f"{'tril' if lower else 'triu'}: k, the number of a diagonal,", k)
+    i, j = positions(a, a.ndim - 2), positions(a, a.ndim - 1)
     kept = j - i <= k if lower else j - i >= k
     return a.like(a.xp.where(kept, a.block, a.dtype.type(0)) if a.grid.inside else a.block)
 
@@ -305,7 +306,7 @@ def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> D
     d, e = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
     if d == e:
         raise ValueError(f"diagonal takes two dims, axis1 and axis2, not {axis1} twice")
-    offset = whole("offset, the number of a diagonal,", offset)
+    offset = whole("diagonal: offset, the number of a diagonal,", offset)
     order = [i for i in range(a.ndim) if i not in (d, e)]
     turned = a.transpose((*order, d, e))
     n = max(0, min(a.shape[d] + min(offset, 0), a.shape[e] - max(offset, 0)))
@@ -319,7 +320,7 @@ def diagonal_matrix(v: DistArray, k: int = 0) -> DistArray:
     """Return the matrix with the elements of `v` on diagonal number k, zeros elsewhere."""
     from parlinalg.array.rows import store
 
-    k = whole("k, the number of a diagonal,", k)
+    k = whole("diag: k, the number of a diagonal,", k)
     n = v.shape[0] + abs(k)
     layout = v.grid.default_layout((n, n))
     out = v.like(v.grid.backend.zeros(v.grid.block_shape(layout, (n, n)), v.dtype), layout, (n, n))

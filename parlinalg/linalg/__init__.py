@@ -152,6 +152,7 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
     ValueError
         If there are fewer than two dims, or `offset` is no whole number.
     """
+    offset = whole("trace: offset, the number of a diagonal,", offset)
     return sum(diagonal(_matrices(x, "trace"), offset=offset), axis=-1, dtype=dtype)
 
 
@@ -236,7 +237,7 @@ handles(np.linalg.lstsq, takes=("a", "b", "rcond"))(lambda a, b, rcond=None: lst
 
 def _triangle(a: DistArray, UPLO: str) -> DistArray:
     """Return an array that lies like `a`, whose lower triangles are the ones that NumPy reads."""
-    if UPLO not in ("L", "l", "U", "u"):
+    if not isinstance(UPLO, str) or UPLO not in ("L", "l", "U", "u"):
         raise ValueError(f"UPLO argument must be 'L' or 'U', not {UPLO!r}")
     return a if UPLO in "Ll" else a.mT.conj().redistribute(a.layout)
 
@@ -285,6 +286,8 @@ def norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False)
     ValueError
         If `axis` names more than two dims, one twice or one that `x` lacks, or `ord` is none of these.
     """
+    if getattr(ord, "ndim", 0):
+        raise ValueError(f"norm: ord is a number, 'fro', 'nuc' or None, not {ord!r}")
     dims = tuple(range(x.ndim)) if axis is None else axis
     if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:
         return reductions.norm(x, ord, axis, bool(keepdims))

@@ -27,8 +27,8 @@ from parlinalg.linalg.matrices import (
     as_matrix,
     at_work,
     batches,
+    checked_tiles,
     distributed,
-    no_layers,
     refuse_odd,
     scalar,
     scaled,
@@ -770,10 +770,12 @@ def cho_factor(
     LinAlgError
         If a leading minor is not positive, which it names.
     """
-    if as_matrix(a, "cholesky").ndim > 2:
+    as_matrix(a, "cho_factor", square=True)
+    block, depth = checked_tiles("cho_factor", a, block, depth)
+    if a.ndim > 2:
         from parlinalg.linalg.stacks import CholeskyStack
 
-        return CholeskyStack(a, no_layers(block, depth))
+        return CholeskyStack(a, block)
     return CholeskyFactor(a, block, depth=depth)
 
 
@@ -784,10 +786,12 @@ def lu_factor(a: DistArray, block: int | None = None, *, depth: int | None = Non
     A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are distributed.
     `block` and `depth` are as in `cho_factor`.
     """
-    if as_matrix(a, "lu_factor").ndim > 2:
+    as_matrix(a, "lu_factor")
+    block, depth = checked_tiles("lu_factor", a, block, depth)
+    if a.ndim > 2:
         from parlinalg.linalg.stacks import LUStack
 
-        return LUStack(a, no_layers(block, depth))
+        return LUStack(a, block)
     return LUFactor(a, block, depth=depth)
 
 
@@ -823,10 +827,12 @@ def _made_by(maker: str, factor: Any) -> Any:
 @primitive
 def qr_factor(a: DistArray, block: int | None = None) -> QRFactor | QRStack:
     """Return the factorization A = Q R of a matrix [m, n], or those of matrices [..., m, n], in their working form."""
-    if as_matrix(a, "qr").ndim > 2:
+    as_matrix(a, "qr_factor")
+    block, _ = checked_tiles("qr_factor", a, block)
+    if a.ndim > 2:
         from parlinalg.linalg.stacks import QRStack
 
-        return QRStack(a, no_layers(block, None))
+        return QRStack(a, block)
     return QRFactor(a, block)
 
 
@@ -845,8 +851,8 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
         If the matrices have NaNs or infinities.
     """
     x = as_matrix(x, "cholesky", square=True)
+    _, depth = checked_tiles("cholesky", x, None, depth)
     if x.ndim > 2:
-        no_layers(None, depth)
         found = batches("cholesky", _lower_factors, cholesky, x, lower=True)[0]
     else:
         found = CholeskyFactor(x, passing=True, depth=depth).L
@@ -891,7 +897,7 @@ def qr(
         of A are.
     """
     x = as_matrix(x, "qr")
-    if mode not in ("reduced", "complete", "r"):
+    if not isinstance(mode, str) or mode not in ("reduced", "complete", "r"):
         raise ValueError(f"qr: mode is 'reduced', 'complete' or 'r', not {mode!r}")
     if pivoting:
         *q, r, p = _pivoted(x, mode)

@@ -192,12 +192,8 @@ def _in_pieces(t: np.ndarray, b: np.ndarray, lower: bool, unit: bool) -> None:
 def _substitute(t: np.ndarray, b: np.ndarray, *, right: bool, lower: bool, adjoint: bool, unit: bool) -> None:
     if substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
         return
-    solve_triangular, trans = blas.scipy_linalg().solve_triangular, "C" if adjoint else "N"
-    if right:  # x op(t) = b is op(t)ᴴ xᴴ = bᴴ
-        trans = "N" if adjoint else "C"
-        b[...] = solve_triangular(t, b.conj().T, trans, lower, unit, check_finite=False).conj().T
-    else:
-        b[...] = solve_triangular(t, b, trans, lower, unit, check_finite=False)
+    trsm = blas.scipy_linalg().get_blas_funcs("trsm", (t, b))  # no error of one rank alone if t is singular
+    b[...] = trsm(1, t, b, side=right, lower=lower, trans_a=2 * adjoint, diag=unit)
 
 
 def _lifted(t: Block, b: Block, right: bool, adjoint: bool) -> Block:

@@ -20,7 +20,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.tile_sizes import arrangement, block_size, layers
-from parlinalg.linalg.tiles import SIZE, Tiles
+from parlinalg.linalg.tiles import SIZE, Tiles, check_depth
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
@@ -54,24 +54,17 @@ def tiles_for(
 ) -> Tiles:  # fmt: skip
     """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses.
 
-    They are those for a matrix of another `shape`, if it is given.
+    They are those for a matrix of another `shape`, if it is given; `block` and `depth` are as `checked_tiles` has them.
     """
-    block = None if block is None else _rows(block)
     grid, (m, n) = a.grid, shape or a.shape[-2:]
     near = in_one_node(grid)
     if depth is None:
         depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
     workers = at_work(grid, routine) if depth == 1 else grid.size
     tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, workers, near), depth, workers)
-    if tiles.D > 1 and not grid.backend.host_memory:
-        raise ValueError(f"depth={depth} is for grids whose arrays lie on the host; on GPUs ranks form one layer")
     if block is None:
         tiles.size = block_size(routine, m, n, tiles.R, tiles.C, tiles.D)
     return tiles
-
-
-def _rows(block: Any) -> int:
-    return whole("block, the rows and columns of a tile,", block, 1)
 
 
 def in_one_node(grid: Grid) -> bool:
@@ -90,11 +83,24 @@ def at_work(grid: Grid, routine: str) -> int:
     return grid.cores if fewer and in_one_node(grid) and grid.cores < grid.size <= CROWDED * grid.cores else grid.size
 
 
-def no_layers(block: int | None, depth: int | None) -> int | None:
-    """Return `block`; refuse layers for stacks, whose matrices have ranks of their own."""
-    if depth is not None and whole("depth, the number of layers,", depth, 1) != 1:
-        raise ValueError(f"depth={depth!r} is for one matrix; stacks of matrices have no layers")
-    return block if block is None else _rows(block)
+def checked_tiles(name: str, a: DistArray, block: Any, depth: Any = None) -> tuple[int | None, int | None]:
+    """Return the rows and columns of a tile of a matrix, or of a stack's, and its number of layers; None is the plan's.
+
+    Others than the matrix can have are refused by the name of the function that takes them.
+    """
+    block = None if block is None else whole(f"{name}: block, the rows and columns of a tile,", block, 1)
+    if depth is None:
+        return block, None
+    if a.ndim > 2:  # whose matrices have ranks of their own
+        if whole(f"{name}: depth, the number of layers,", depth, 1) != 1:
+            raise ValueError(f"{name}: depth={depth!r} is for one matrix; stacks of matrices have no layers")
+        return block, None
+    check_depth(f"{name}: depth", depth, a.grid.sizes)
+    if depth != 1 and not a.grid.backend.host_memory:
+        raise ValueError(
+            f"{name}: depth={depth!r} is for grids whose arrays lie on the host; on GPUs ranks form one layer"
+        )
+    return block, int(depth)
 
 
 def real_number(value: Any) -> float | None:

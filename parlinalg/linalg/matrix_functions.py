@@ -13,7 +13,6 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace, shape_solver
-from parlinalg.backend.blas import scipy_linalg
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import cut_lengths
 from parlinalg.linalg import kernels
@@ -119,23 +118,29 @@ def _triangle(a: DistArray) -> int:
 
 
 def _set_diagonals(a: DistArray, d: np.ndarray, t: np.ndarray, side: int) -> None:
-    """Set the diagonal of a triangle, and what is beside it, to those of the exponential of one that has d and t there.
-
-    The second is that of each [[d₀, t], [0, d₁]]: t (exp d₁ - exp d₀) / (d₁ - d₀), without cancellation.
-    """
+    """Set the diagonal of a triangle, and what is beside it, as of the exponential of one that has d and t there."""
     if not a.grid.inside:
         return
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        first = d[:-1].real >= d[1:].real
-        larger, less = np.where(first, d[:-1], d[1:]), np.where(first, d[:-1] - d[1:], d[1:] - d[:-1])
-        share = np.where(less == 0, 1, -np.expm1(-less) / np.where(less == 0, 1, less))
-        values = {0: np.exp(d), side: np.where(t == 0, 0, t * np.exp(larger) * share)}
+        values = {0: np.exp(d), side: _beside(d, t)}
     block, (rows, columns) = a.writable(), a.grid.block(a.layout, a.shape)
     for k, each in values.items():  # elements (i, i + k)
         up, left = max(k, 0), max(-k, 0)
         at = np.arange(max(rows.start - left, columns.start - up, 0), min(rows.stop - left, columns.stop - up))
         part = a.grid.backend.from_host(each[at].astype(a.dtype))
         block[at + left - rows.start, at + up - columns.start] = part
+
+
+def _beside(d: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Return what is beside the diagonals of exponentials of triangles that have d [..., n] and t [..., n - 1] there.
+
+    It is that of each [[d₀, t], [0, d₁]]: t (exp d₁ - exp d₀) / (d₁ - d₀), without cancellation.
+    """
+    one, other = d[..., :-1], d[..., 1:]
+    first = one.real >= other.real
+    larger, less = np.where(first, one, other), np.where(first, one - other, other - one)
+    share = np.where(less == 0, 1, -np.expm1(-less) / np.where(less == 0, 1, less))
+    return np.where(t == 0, 0, t * np.exp(larger) * share)
 
 
 def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[DistArray, DistArray]:
@@ -147,10 +152,10 @@ def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[
         Those of the square of A, from the first one on, which lie like A; they are overwritten, and taken out of the
         list.
     """
-    f, layout = math.factorial, powers[0].layout
+    layout = powers[0].layout
     for k in range(len(powers) if scale != 1 else 0):
         powers[k].writable()[...] *= a.real.dtype.type(scale ** (2 * k + 2))
-    b = [f(2 * m - j) * f(m) / (f(2 * m) * f(j) * f(m - j)) for j in range(m + 1)]
+    b = _coefficients(m)
     if m < 13:
         odd, even = powers[:2]
         _combine([(odd, b[3::2]), (even, b[2::2])], powers)
@@ -167,6 +172,12 @@ def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[
     for each, constant in ((odd, b[1]), (even, b[0])):
         _add_to_diagonal(each, constant)
     return matmul(a, odd, alpha=scale, layout=layout), even
+
+
+def _coefficients(m: int) -> list[float]:
+    """Return the coefficients of the numerator of the Padé approximant of degree m, that of power 0 first."""
+    f = math.factorial
+    return [f(2 * m - j) * f(m) / (f(2 * m) * f(j) * f(m - j)) for j in range(m + 1)]
 
 
 STRIPS = 4
@@ -391,7 +402,7 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
 
     By the QR-based dynamically weighted Halley iteration, at most six or seven steps, of QR factorizations first and
     of Cholesky factorizations once the iterate is well conditioned (Nakatsukasa and Higham, 2013); a matrix that is not
-    of full rank by singular values.
+    of full rank, or for which the iteration is not accurate, by singular values.
 
     Parameters
     ----------
@@ -399,7 +410,7 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
         A = U P with P [..., n, n], or A = P U with P [..., m, m].
     """
     a = as_matrix(a, "polar")
-    if side not in ("right", "left"):
+    if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f"polar: side is 'right' or 'left', not {side!r}")
     if a.ndim > 2:
         u = batches("polar", _polar_factor, lambda x: polar(x).U, a)[0]
@@ -408,8 +419,17 @@ def polar(a: DistArray, side: str = "right") -> PolarResult:
         (m, n), layout = a.shape, a.layout
         u = _unitary(a) if m >= n else _unitary(a.mT.conj()).mT.conj()
         u = u.redistribute(layout)
-    p = u.mT.conj() @ a if side == "right" else a @ u.mT.conj()
-    p = p / 2 + p.mT.conj() / 2  # the sum of both may be out of range
+
+    def semidefinite(u: DistArray) -> tuple[DistArray, bool]:
+        p = u.mT.conj() @ a if side == "right" else a @ u.mT.conj()
+        turned = p.mT.conj().redistribute(p.layout)
+        return p / 2 + turned / 2, a.ndim == 2 and skewed(p, turned)  # the sum of both may be out of range
+
+    p, wrong = semidefinite(u)
+    if wrong:
+        u, _, vh = svd(a, full_matrices=False)
+        u = matmul(u, vh, layout=a.layout)
+        p, _ = semidefinite(u)
     return PolarResult(u, p.redistribute(a.layout.with_partial(())))
 
 
@@ -425,6 +445,18 @@ def _unitary(a: DistArray) -> DistArray:
         return found
     u, _, vh = svd(a, full_matrices=False)
     return matmul(u, vh)
+
+
+def skewed(p: DistArray, turned: DistArray) -> bool:
+    """Return True if Uᴴ A and its adjoint differ by more than rounding: U is not the polar factor of A.
+
+    Rows of very different sizes in the first factorizations of `halley` can lose digits of a singular A.
+    """
+    if not p.size:
+        return False
+    with np.errstate(over="ignore"):
+        apart, size = as_number(abs(p - turned).max(), 0), as_number(abs(p).max(), 0)
+    return p.grid.backend.values and apart > 100 * p.shape[0] * float(np.finfo(p.dtype).eps) * size
 
 
 def halley(a: DistArray) -> DistArray | None:
@@ -547,7 +579,117 @@ def _finite(x: DistArray, name: str) -> DistArray:
 
 
 def _exponentials(x: DistArray, block: Any) -> Any:
-    """Return the exponentials of this rank's matrices, by SciPy."""
+    """Return the exponentials of this rank's matrices, by the host."""
     if not has_values(block):
         return shape_solver.exponential(block)
-    return x.grid.backend.from_host(scipy_linalg().expm(x.grid.backend.to_host(block)).astype(x.dtype, copy=False))
+    a = x.grid.backend.to_host(block)
+    n, found = a.shape[-1], np.empty(a.shape, a.dtype)
+    step = max(1, BATCH // max(1, n * n))
+    each, out = (x.reshape(math.prod(a.shape[:-2]), n, n) for x in (a, found))
+    for start in range(0, len(each) if n else 0, step):
+        out[start : start + step] = _exponentials_of(each[start : start + step])
+    return x.grid.backend.from_host(found)
+
+
+BATCH = 1 << 16
+"""Elements of matrices of a stack of which a rank computes the exponentials at once."""
+
+
+def _exponentials_of(a: np.ndarray) -> np.ndarray:
+    """Return the exponentials of matrices [k, n, n] as `expm` does, each by a degree and squarings of its own.
+
+    Norms of high powers are computed.  SciPy's loses two digits of some matrices (1.17.1).
+    """
+    count = len(a)
+
+    def powers_of(a: np.ndarray) -> list[np.ndarray]:
+        second = a @ a
+        fourth = second @ second
+        return [second, fourth, second @ fourth, fourth @ fourth]
+
+    def norms(a: np.ndarray) -> np.ndarray:
+        found: np.ndarray = abs(a).sum(axis=-2).max(axis=-1).astype(np.float64)
+        return found
+
+    powers = powers_of(a)
+    large = ~np.isfinite([norms(each) for each in powers]).all(axis=0)  # powers are out of range
+    before = np.zeros(count, np.int64)
+    if large.any():
+        before[large] = np.maximum(1, np.frexp(abs(a[large]).max(axis=(-2, -1)))[1] + a.shape[-1].bit_length())
+        given, a = a, _halved(a, before)
+        powers = powers_of(a)
+    d4, d6, d8 = (norms(powers[k]) ** (1 / (2 * k + 2)) for k in (1, 2, 3))
+    first, theta = np.maximum(d4, d6), np.maximum(d6, d8)
+    degree, squarings, left = np.full(count, 13), np.zeros(count, np.int64), np.ones(count, bool)
+    for m, limit in ((3, first), (5, first), (7, theta), (9, theta)):
+        at = np.flatnonzero(left & (limit <= THETA[m]))
+        at = at[_excesses(a[at], m, np.zeros(len(at))) == 0]
+        degree[at], left[at] = m, False
+    if len(at := np.flatnonzero(left)):
+        theta = np.minimum(theta[at], np.maximum(d8[at], norms(powers[1][at] @ powers[2][at]) ** (1 / 10)))
+        scale = np.where(theta > 0, np.log2(np.where(theta > 0, theta, 1) / THETA[13]), 0)
+        squarings[at] = np.maximum(0, np.ceil(scale))
+        squarings[at] += _excesses(a[at], 13, squarings[at])
+    found = np.empty_like(a)
+    for m in np.unique(degree).tolist():
+        at = np.flatnonzero(degree == m)
+        some = [_halved(p[at], (2 * k + 2) * squarings[at]) for k, p in enumerate(powers)]
+        odd, even = _pade_parts(_halved(a[at], squarings[at]), some, m)
+        found[at] = np.linalg.solve(even - odd, even + odd)
+    if large.any():
+        a = given
+    squarings += before
+    upper, lower = ~np.tril(a, -1).any(axis=(-2, -1)), ~np.triu(a, 1).any(axis=(-2, -1))
+    for turn in range(int(squarings.max(initial=0)), -1, -1):
+        if len(at := np.flatnonzero(squarings > turn)):
+            found[at] = found[at] @ found[at]
+        for side, which in ((1, upper), (-1, lower & ~upper)):  # code fragment 2.1 of the paper
+            if len(at := np.flatnonzero(which & (squarings >= max(1, turn)))):
+                line, scale = np.arange(a.shape[-1]), a.real.dtype.type(0.5**turn)
+                d, t = (np.diagonal(a[at], k, -2, -1) * scale for k in (0, side))
+                found[at[:, None], line, line] = np.exp(d)
+                up, left_of = max(side, 0), max(-side, 0)
+                line = line[: a.shape[-1] - 1]
+                found[at[:, None], line + left_of, line + up] = _beside(d, t)
+    return found
+
+
+def _halved(a: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Return matrices divided by 2 to these powers, which may be out of a float's range."""
+    if not times.any():
+        return a
+    part = a.real.dtype.type(0.5) ** (times // 2).astype(a.real.dtype)
+    rest = a.real.dtype.type(0.5) ** (times - times // 2).astype(a.real.dtype)
+    return a * part[:, None, None] * rest[:, None, None]
+
+
+def _pade_parts(a: np.ndarray, powers: list[np.ndarray], m: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the odd and the even part of the numerator of the Padé approximant of degree m of matrices."""
+    kind, one = a.real.dtype.type, np.eye(a.shape[-1], dtype=a.dtype)
+
+    def total(coefficients: list[float]) -> Any:
+        return sum(kind(c) * p for c, p in zip(coefficients, powers, strict=False))
+
+    b = _coefficients(m)
+    if m < 13:
+        odd, even = total(b[3::2]), total(b[2::2])
+    else:
+        odd = powers[2] @ total(b[9::2]) + total(b[3:9:2])
+        even = powers[2] @ total(b[8::2]) + total(b[2:8:2])
+    return a @ (odd + kind(b[1]) * one), even + kind(b[0]) * one
+
+
+def _excesses(a: np.ndarray, m: int, squarings: np.ndarray) -> np.ndarray:
+    """Return what `_excess` does of each matrix."""
+    size = abs(a)
+    one = size.sum(axis=-2).max(axis=-1)
+    size /= np.where(one > 0, one, 1)[:, None, None]
+    v = np.ones((len(a), 1, a.shape[-1]), size.dtype)
+    for _ in range(2 * m + 1):
+        v = v @ size
+    largest, one = v.max(axis=(-2, -1)).astype(np.float64), one.astype(np.float64)
+    some = (largest > 0) & (one > 0)
+    one, largest = np.where(some, one, 1), np.where(some, largest, 1)
+    log = np.log2(largest) + 2 * m * (np.log2(one) - squarings) - math.log2(ERROR[m])
+    more = np.ceil((log - math.log2(float(np.finfo(a.dtype).eps) / 2)) / (2 * m))
+    return np.where(some, np.maximum(0, more), 0).astype(np.int64)

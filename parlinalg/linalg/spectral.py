@@ -422,7 +422,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
     rows than columns is factored by QR first.
     """
-    from parlinalg.linalg.matrix_functions import halley
+    from parlinalg.linalg.matrix_functions import halley, skewed
 
     (m, n), layout = x.shape, x.layout.with_partial(())
     if not n:
@@ -438,7 +438,10 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     if u is None:
         return None
     p = matmul(u.mT.conj(), r)
-    w, v = eigh((p + p.mT.conj()) / 2)
+    turned = p.mT.conj().redistribute(p.layout)
+    if skewed(p, turned):
+        return None
+    w, v = eigh((p + turned) / 2)
     s, v = where(w > 0, w, w.dtype.type(0))[::-1], v[:, ::-1].redistribute(layout)
     u = matmul(u, v)
     u = u.redistribute(layout) if q is None else _completed(q, u, m if full_matrices else n, layout)

@@ -15,7 +15,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
 from parlinalg.linalg.krylov import gmres
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, no_layers, refuse_odd, tiles_for
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, checked_tiles, refuse_odd, tiles_for
 from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
 from parlinalg.linalg.vectors import assumed_steps
@@ -57,6 +57,7 @@ def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False, depth: int |
 def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
     """Return x of A x = b by a factorization in half the precision; see `solve`."""
     a, b, dtype = refinable(a, b)
+    _, depth = checked_tiles("solve", a, None, depth)
     n = a.shape[-1]
     if b.shape[0] != n:
         raise ValueError(f"solve takes right-hand sides of {n} rows, not of shape {b.shape}")
@@ -76,7 +77,7 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
                 x = x * half
             return x
     try:
-        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth)
+        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth, name="solve")
         factor.check()
     except LinAlgError:
         return solved(a, b, depth)[0]
@@ -132,8 +133,8 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
         x, factor = solved(a, b[:, None], depth)
         x = reshape(x, (*a.shape[:-1],))
         return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
+    _, depth = checked_tiles("solve", a if a.ndim > 2 else b if b.ndim > 2 else a, None, depth)
     if a.ndim > 2 or b.ndim > 2:
-        no_layers(None, depth)
         return batches("solve", _solutions, solve, a, b, like=1)[0], None
     factor = LUFactor(a, b=b, depth=depth, name="solve")  # with the right-hand sides as further columns
     return factor.carried(b), factor
@@ -234,7 +235,7 @@ def triangular_solution(
     if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
         raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
     dtype = np.result_type(a.dtype, b.dtype)
-    given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
+    given = {"lower": bool(lower), "adjoint": bool(adjoint), "unit": bool(unit_diagonal)}
     if a.ndim > 2 or b.ndim > 2:
         return _stacks_of_triangles(a.astype(dtype, copy=False), b.astype(dtype, copy=False), given, check)
     a, b = (x if x.dtype == dtype else x.astype(dtype) for x in (a, b))

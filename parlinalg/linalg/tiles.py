@@ -500,19 +500,26 @@ def depths(sizes: Mapping[str, int]) -> list[int]:
     return sorted({span_of(axes, sizes) for k in range(len(sizes) + 1) for axes in combinations(sizes, k)})
 
 
+def check_depth(what: str, depth: Any, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError if this is not a number of layers that the ranks of a grid can form."""
+    known = isinstance(depth, SupportsIndex) and not (
+        isinstance(depth, bool | np.bool_) or getattr(depth, "ndim", None)
+    )
+    if not known or (depth != 1 and depth not in depths(sizes)):
+        raise ValueError(
+            f"{what} is a number of layers, one of {', '.join(map(str, depths(sizes)))} on a grid {dict(sizes)}, "
+            f"not {depth!r}"
+        )
+
+
 def _layered(sizes: Mapping[str, int], shape: str, depth: int) -> Cut:
     """Return the axes along which the layers lie: those that leave layers nearest to a square."""
-    known = isinstance(depth, SupportsIndex) and not isinstance(depth, bool | np.bool_)
-    if known and depth == 1:
+    check_depth("depth", depth, sizes)
+    if depth == 1:
         return ()
     axes = [a for a, n in sizes.items() if n > 1]
     cuts = [cut for k in range(len(axes) + 1) for cut in combinations(axes, k)]
-    found = [cut for cut in cuts if known and span_of(cut, sizes) == depth]
-    if not found:
-        raise ValueError(
-            f"depth is a number of layers, one of {', '.join(map(str, depths(sizes)))} on a grid {dict(sizes)}, "
-            f"not {depth!r}"
-        )
+    found = [cut for cut in cuts if span_of(cut, sizes) == depth]
     if shape != "square":
         return found[0]
     return min(found, key=lambda cut: max(span_of(a, sizes) for a in _parted(_without(sizes, cut), shape)))

@@ -410,7 +410,7 @@ class SOAP(Preconditioned):
     first gradient has equal singular values or is of low rank, the bases are those in which diag(1, …, n) is diagonal.
     Elements of `Qᵀ g Q` below 2⁻⁴⁰ of its largest one may be zeros but for rounding, and count as zeros.  So two grids
     agree to rounding times the ratio of a preconditioner's largest eigenvalue to its smallest one that is not zero.
-    They agree less closely where singular values differ by little more than rounding, which then chooses the vectors.
+    They agree to about ε / δ where singular values differ by a part δ of the largest one that is more than rounding.
     In float32 the rounding in a direction that no gradient has counts as a gradient there, as for Adam; a larger
     `eps` damps it.
     """

@@ -278,12 +278,23 @@ class TestLayers:
             with pytest.raises(ValueError, match="finite numbers"):
                 linalg.cholesky(odd, depth=depth)
 
+    def functions(self, depth):
+        yield "cholesky", lambda x: linalg.cholesky(x, depth=depth)
+        yield "cho_factor", lambda x: linalg.cho_factor(x, depth=depth)
+        yield "lu_factor", lambda x: linalg.lu_factor(x, 4, depth=depth)
+        yield "solve", lambda x: linalg.solve(x, x, depth=depth)
+        yield "solve", lambda x: linalg.solve(x, x if x.ndim > 2 else x[0], refine=x.ndim == 2, depth=depth)
+
     def test_a_number_of_layers_that_the_grid_has_not(self, grid):
         x = pla.eye(9, grid=grid)
-        for depth in (0, 5, 2.5, 1.0, "2", True, np.True_):
-            with pytest.raises(ValueError, match=r"depth is a number of layers, one of 1.*on a grid"):
-                linalg.cholesky(x, depth=depth)
-        with pytest.raises(ValueError, match="stacks of matrices have no layers"):
+        for depth in (0, 5, 2.5, 1.0, "2", True, np.True_, pla.ones(3, grid, dtype=np.int64), np.ones(3, int)):
+            for name, call in self.functions(depth):
+                with pytest.raises(ValueError, match=rf"^{name}: depth is a number of layers, one of 1.*on a grid"):
+                    call(x)
+                with pytest.raises(ValueError, match=rf"^{name}: depth.* (stacks .*no layers|the number of)"):
+                    call(pla.stack([x, x]))
+        linalg.solve(pla.stack([x, x]), x, depth=np.int8(1))
+        with pytest.raises(ValueError, match=r"^lu_factor: depth=2 is .* stacks of matrices have no layers"):
             linalg.lu_factor(pla.ones((2, 3, 3), grid), depth=2)
         if not grid.backend.host_memory and grid.size > 1:
             with pytest.raises(ValueError, match="on GPUs ranks form one layer"):
@@ -678,10 +689,11 @@ class TestErrors:
         x = pla.eye(9, grid=grid)
         stack = pla.stack([x] * 2)
         for make in (linalg.qr_factor, linalg.lu_factor, linalg.cho_factor):
+            what = f"^{make.__name__}: block, the rows and columns of a tile, is a whole number of at least 1, not "
             assert make(x, np.int32(4)).tiles.size == 4
             for block in (0, -1, 2.0, np.float64(2), True, np.True_, "4", np.array([1, 2])):
                 for a in (x, stack):
-                    with pytest.raises(ValueError, match="block, the rows and columns of a tile, is a whole number"):
+                    with pytest.raises(ValueError, match=what):
                         make(a, block)
         for a in (x, stack):
             assert linalg.qr_factor(a).Q(np.int64(3)).shape == (*a.shape[:-1], 3)
@@ -689,14 +701,16 @@ class TestErrors:
                 with pytest.raises(ValueError, match="columns of Q is a whole number from 0 to 9, not"):
                     linalg.qr_factor(a).Q(columns)
         diagonals = (
-            lambda k: linalg.diagonal(x, offset=k), lambda k: linalg.trace(x, offset=k), lambda k: np.trace(x, k),
-            lambda k: pla.diag(x, k), lambda k: pla.diag(x[0], k), lambda k: pla.tril(x, k=k),
-            lambda k: pla.eye(3, k=k),
+            ("diagonal: offset", lambda k: linalg.diagonal(x, offset=k)),
+            ("trace: offset", lambda k: linalg.trace(x, offset=k)), ("trace: offset", lambda k: np.trace(x, k)),
+            ("diag: k", lambda k: pla.diag(x, k)), ("diag: k", lambda k: pla.diag(x[0], k)),
+            ("tril: k", lambda k: pla.tril(x, k=k)), ("triu: k", lambda k: np.triu(x, k)),
+            ("eye: k", lambda k: pla.eye(3, k=k)),
         )  # fmt: skip
-        for function in diagonals:
+        for what, function in diagonals:
             function(np.int8(-1))
-            for k in (1.0, np.float32(0.5), True, np.True_, "1"):
-                with pytest.raises(ValueError, match="the number of a diagonal, is a whole number, not"):
+            for k in (1.0, np.float32(0.5), True, np.True_, "1", x[0], x[0].astype(int)):
+                with pytest.raises(ValueError, match=f"^{what}, the number of a diagonal, is a whole number, not"):
                     function(k)
         for depth in (2, 1.0, True):
             with pytest.raises(ValueError, match="depth"):
@@ -1039,3 +1053,48 @@ def test_qr_near_the_largest_number(grid, dtype, shape):
         linalg.svdvals(x / limits.dtype.type(8)).gather() / most * 8, np.linalg.svd(small, compute_uv=False),
         atol=100 * eps(dtype),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_singular_triangles_however_they_lie(grid, dtype):
+    """All ranks say so, where BLAS does not take a block as it lies too: SciPy's error was that of one rank alone."""
+    rng = np.random.default_rng(grid.size)
+    a = random((19, 19), dtype, rng)
+    np.fill_diagonal(a, np.where(np.arange(19) == 3, 0, 9))
+    every = layouts(grid.axes, 2, partial=False)
+    for layout in [every[i] for i in rng.permutation(len(every))[:4]]:
+        wide = pla.distribute(np.repeat(np.repeat(a, 2, 0), 2, 1), grid, layout)
+        for x in (
+            wide[::2, ::2],
+            pla.distribute(a[:, ::-1], grid, layout)[:, ::-1],
+            pla.distribute(a.T, grid, layout).T,
+        ):
+            for k, lower, adjoint in itertools.product((1, 3, 40), (True, False), (True, False)):
+                b = pla.distribute(random((19, k), dtype, rng), grid, layout)
+                with pytest.raises(np.linalg.LinAlgError, match=r"element \[3, 3\] of its diagonal is 0"):
+                    linalg.solve_triangular(x, b, lower=lower, adjoint=adjoint)
+
+
+@pytest.mark.serial
+def test_triangles_in_any_order_of_memory():
+    """Without errors of singular ones, which have infinities or NaNs as solutions."""
+    rng = np.random.default_rng(0)
+    t, b = random((6, 6), np.complex128, rng) + 9 * np.eye(6), random((6, 4), np.complex128, rng)
+    orders = (
+        lambda x: x,
+        np.asfortranarray,
+        lambda x: np.repeat(np.repeat(x, 2, 0), 2, 1)[::2, ::2],
+        lambda x: x[::-1].copy()[::-1],
+    )
+    for first, second, right, lower, adjoint, unit in itertools.product(orders, orders, *[(True, False)] * 4):
+        triangle = (np.tril if lower else np.triu)(t)
+        if unit:
+            np.fill_diagonal(triangle, 1)
+        whole = triangle.conj().T if adjoint else triangle
+        want = np.linalg.solve(whole.T, b).T if right else np.linalg.solve(whole, b)
+        x = second(b.T if right else b).copy(order="K")
+        kernels.substitute(first(t), x, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        np.testing.assert_allclose(x, want, atol=1e-13)
+        with np.errstate(all="ignore"):
+            kernels.substitute(first(t * 0), x, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        assert unit or not np.isfinite(x).all()

@@ -11,6 +11,7 @@ import scipy.linalg
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
+from parlinalg.linalg import spectral
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, norm, random
 from tests.linalg.test_spectral import cases, ratio
@@ -167,6 +168,57 @@ def test_expm(grid):
     same(linalg.expm(pla.distribute(a, grid, Layout(None, None))), scipy.linalg.expm(a), 1e-12)
 
 
+def precise_exponential(a):
+    """The exponential of a matrix by its Taylor series, in long doubles."""
+    kind = np.clongdouble if np.iscomplexobj(a) else np.longdouble
+    squarings = max(0, int(np.ceil(np.log2(max(abs(a).sum(axis=0).max(), 1e-30)))) + 1)
+    part = a.astype(kind) / kind(2) ** squarings
+    term = found = np.eye(len(a), dtype=kind)
+    for k in range(1, 30):
+        term = term @ part / k
+        found = found + term
+    for _ in range(squarings):
+        found = found @ found
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expm_of_stacks_is_as_accurate_as_of_single_matrices(grid, dtype):
+    """Of matrices of every degree and many squarings in one stack; ranks compute them alone, or all together."""
+    rng, every = np.random.default_rng(5), layouts(grid.axes, 3, partial=False)
+    for n, count in ((1, 3), (4, 24), (4, 1), (9, 12)):
+        a = random((count, n, n), dtype, rng) * 10.0 ** rng.integers(-3, 2, (count, 1, 1))
+        a[count // 2 :] *= abs(a[count // 2 :]).sum(axis=-1).max(axis=-1)[:, None, None] ** -0.5
+        a[::5] = np.triu(a[::5], 1)
+        a = a.astype(dtype)
+        layout = every[rng.integers(len(every))]
+        found = linalg.expm(pla.distribute(a, grid, layout))
+        assert found.layout == layout
+        assert found.dtype == dtype
+        for one, x in zip(a, found.gather(), strict=True):
+            want = precise_exponential(one)
+            bound = 10 * eps(dtype) * max(1, abs(one).sum(axis=0).max())
+            assert abs(x - want).max() <= bound * abs(want).max()
+
+
+def test_expm_of_stacks_out_of_range(grid):
+    """Powers of a matrix may overflow where its exponential does not; others of the stack do not suffer."""
+    a = np.zeros((5, 3, 3))
+    a[0] = [[0, 1e300, 0], [0, 0, 0], [0, 0, 0]]
+    a[1] = np.diag([-1e200, -1.0, 0])
+    a[2] = np.eye(3) * 1e-310
+    a[3] = [[-1e160, 0, 0], [0, 1, 2], [0, -2, 1]]
+    single = [linalg.expm(pla.distribute(x, grid, Layout(None, None))).gather() for x in a]
+    many = np.concatenate([a] * grid.size)
+    stack = linalg.expm(pla.distribute(many, grid, Layout(grid.axes, None, None))).gather()
+    for x, y in zip(stack, single * grid.size, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-300)
+    assert linalg.expm(pla.zeros((0, 3, 3), grid)).shape == (0, 3, 3)
+    assert linalg.expm(pla.zeros((4, 0, 0), grid)).shape == (4, 0, 0)
+    with pytest.raises(ValueError, match="expm takes finite numbers"):
+        linalg.expm(pla.distribute(np.where(many == 1, np.nan, many), grid, Layout(None, None, None)))
+
+
 def test_small_elements_of_exponentials_of_triangles(grid):
     """They are as accurate as large ones, beside which squares lose them: equal ones, near ones, and out of range."""
     a = np.array([[40.0, 3], [0, 40 + 1e-9]])
@@ -184,6 +236,8 @@ def test_small_elements_of_exponentials_of_triangles(grid):
         a = a.T if rng.random() < 0.5 else a
         array, want = linalg.expm(pla.distribute(a, grid, layout)), scipy.linalg.expm(a)
         found = array.gather()
+        many = pla.distribute(np.stack([a] * grid.size), grid, Layout(None, *layout.dims))
+        same(linalg.expm(many)[-1], found, 1e-12)
         np.testing.assert_allclose(np.diag(found), np.exp(diagonal), rtol=4 * eps(dtype))
         half = np.minimum(abs(np.diff(diagonal)) / 2, 300)
         shares = np.where(half == 0, 1, np.sinh(half) / np.where(half == 0, 1, half))
@@ -244,6 +298,20 @@ def test_polar(grid, shape_of):
             np.testing.assert_array_equal(p, p.conj().T)
             least = np.linalg.eigvalsh(p.astype(np.result_type(p, np.float64))).min(initial=0)
             assert least >= -10 * n * eps(dtype) * norm(a), (name, a.shape, dtype)
+
+
+def test_polar_of_singular_matrices_of_equal_columns(grid):
+    """The iteration lost 5 digits of some: its factorizations have rows of very different sizes."""
+    a = np.ones((5, 4))
+    a[1, 2:] = 0
+    for b, side in itertools.product((a, a.T, 1e30 * a), ("right", "left")):
+        u, p = (f.gather() for f in linalg.polar(pla.distribute(b, grid, grid.default_layout(b.shape)), side))
+        assert norm((u @ p if side == "right" else p @ u) - b) <= 1e-14 * norm(b)
+        assert norm(p - scipy.linalg.polar(b, side)[1]) <= 1e-14 * norm(b)
+    x = pla.distribute(a, grid, grid.default_layout(a.shape))
+    if (parts := spectral.polar_svd(x, False)) is not None:
+        u, s, vh = (f.gather() for f in parts)
+        assert norm((u * s) @ vh - a) <= 1e-14 * norm(a)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.array import namespace
+from parlinalg.array.dispatch import flags_of
 from parlinalg.linalg import factors, kernels
 from tests.cases import grids, layouts, same, terms
 
@@ -506,3 +507,59 @@ def test_functions_name_what_is_no_array():
                     pass
     assert len(told) > 200
     assert all(words.endswith("; parlinalg.asarray makes one") for words in told)
+
+
+def test_arrays_given_as_flags(grid):
+    """They are refused at once, by the function and the argument; an array of one element is True or False."""
+    a = placed(grid, np.eye(4) + 0.1)
+    flag, tensor, host = pla.ones(3, grid, dtype=bool), pla.Tensor(pla.ones(3, grid)), np.array([True, False])
+    b, factor = a[:, 0], linalg.lu_factor(a)
+    calls = {
+        "cg: pipelined": lambda f: linalg.cg(a, b, pipelined=f),
+        "cholesky: upper": lambda f: linalg.cholesky(a, upper=f),
+        "eigsh: return_eigenvectors": lambda f: linalg.eigsh(a, 2, return_eigenvectors=f),
+        "lobpcg: largest": lambda f: linalg.lobpcg(a, a[:, :1], largest=f),
+        "lstsq: refine": lambda f: linalg.lstsq(a, b, refine=f),
+        "solve: refine": lambda f: linalg.solve(a, b, refine=f),
+        "matrix_norm: keepdims": lambda f: linalg.matrix_norm(a, ord=2, keepdims=f),
+        "norm: keepdims": lambda f: linalg.norm(a, "nuc", (0, 1), f),
+        "vector_norm: keepdims": lambda f: linalg.vector_norm(a, keepdims=f),
+        "qr: pivoting": lambda f: linalg.qr(a, pivoting=f),
+        "svd: full_matrices": lambda f: linalg.svd(a, full_matrices=f),
+        "solve: adjoint": lambda f: factor.solve(b, f),
+        "solve_triangular: lower": lambda f: linalg.solve_triangular(a, b, lower=f),
+        "solve_triangular: unit_diagonal": lambda f: linalg.solve_triangular(a, b, lower=True, unit_diagonal=f),
+        "np.linalg.svd: full_matrices": lambda f: np.linalg.svd(a, f),
+        "np.linalg.svd: compute_uv": lambda f: np.linalg.svd(a, compute_uv=f),
+        "np.linalg.pinv: hermitian": lambda f: np.linalg.pinv(a, hermitian=f),
+        "np.linalg.cholesky: upper": lambda f: np.linalg.cholesky(a, upper=f),
+        "np.sum: keepdims": lambda f: np.sum(a, keepdims=f), "sort: descending": lambda f: pla.sort(a, descending=f),
+    }  # fmt: skip
+    functions = [(name, f) for name in linalg.__all__ if isfunction(f := getattr(linalg, name))]
+    known = {f"{name}: {flag}" for name, f in functions for _, flag in flags_of(f)}
+    assert known <= calls.keys() | {"solve_triangular: adjoint", "lu_solve: adjoint"}
+    for what, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{what} is True or False, not a DistArray of shape \(3,\); take its"):
+            call(flag)
+        if not what.startswith("np."):  # these are Tensor's, or NumPy's
+            with pytest.raises(ValueError, match=f"^{what} is True or False, not a ndarray of shape"):
+                call(host)
+            with pytest.raises(TypeError, match=f"^{what} is True or False, not a Tensor of shape"):
+                call(tensor)
+    with pytest.raises(ValueError, match=r"^qr: pivoting is True or False, not a DistArray"):
+        linalg.qr(pla.Tensor(a), pivoting=flag)
+    assert len(linalg.qr(a, pivoting=flag.any())) == 3
+    assert linalg.svd(a[:, :2], full_matrices=~flag.all()).U.shape == (4, 2)
+
+
+def test_arrays_given_as_words_or_orders(grid):
+    a, odd = placed(grid, np.eye(4)), pla.ones(3, grid)
+    for what, call in {
+        "qr: mode is": lambda: linalg.qr(a, mode=odd), "polar: side is": lambda: linalg.polar(a, odd),
+        "UPLO argument must be": lambda: np.linalg.eigh(a, odd), "norm: ord is": lambda: linalg.norm(a, odd),
+        "norm: ord": lambda: np.linalg.norm(a, np.ones(2)),
+        "matrix_norm: ord is": lambda: linalg.matrix_norm(a, ord=odd),
+        "vector_norm takes a number for ord": lambda: linalg.vector_norm(a, ord=odd),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{what}"):
+            call()
