@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import pairwise
 from operator import le
 from statistics import median
 from typing import NamedTuple
@@ -240,7 +241,11 @@ class Moment(NamedTuple):
         Of a backward pass: by chunk, of how many microbatches that are held the forward pass came after this one's.
     followed : bool
         Of a backward pass: whether the one of its chunk before was followed by another one, as this one is then taken
-        to be (`parlinalg.parallel.gatherer.dropped`).
+        to be (`parlinalg.parallel.gatherer.dropped`).  Of gradients of weights: the same of the pass before them, and
+        True if that is none of the chunk's backward passes.
+    stays : bool
+        Of both: whether weights of a chunk's only layer may be held for another pass, as the last time so many
+        backward passes came in a row.
     """
 
     chunk: int
@@ -250,6 +255,7 @@ class Moment(NamedTuple):
     ahead: int = 0
     later: tuple[int, ...] = ()
     followed: bool = False
+    stays: bool = False
 
     def nbytes(self, kept: Sequence[float], pending: Sequence[float]) -> float:
         """Return the bytes of what is held, by those that one microbatch has in each chunk."""
@@ -260,8 +266,10 @@ class Moment(NamedTuple):
 def _fullest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Return the moments of a rank but those for which another of the same kind holds no less of anything."""
     found: defaultdict[tuple[int, Op], list[tuple[tuple[int, ...], Moment]]] = defaultdict(list)
-    for m in sorted(moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead - sum(m.later) - m.followed):
-        every, kin = (*m.held, *m.pending, m.ahead, *m.later, m.followed), found[m.chunk, m.op]
+    for m in sorted(
+        moments, key=lambda m: -sum(m.held) - sum(m.pending) - m.ahead - sum(m.later) - m.followed - m.stays
+    ):
+        every, kin = (*m.held, *m.pending, m.ahead, *m.later, m.followed, m.stays), found[m.chunk, m.op]
         if not any(all(map(le, every, other)) for other, _ in kin):
             kin.append((every, m))
     return tuple(m for kin in found.values() for _, m in kin)
@@ -276,16 +284,29 @@ def _ahead(order: Sequence[Instruction]) -> list[int]:
     return found[::-1]
 
 
-def _followed(order: Sequence[Instruction]) -> list[bool]:
-    """Return for each instruction of a rank `Moment.followed`; in a step's first passes as at the end of the last."""
+def _followed(order: Sequence[Instruction]) -> list[tuple[bool, bool]]:
+    """Return for each instruction of a rank `Moment.followed` and `Moment.stays`; in a step's first passes as at the
+    end of the last."""
     passes = [i for i in order if i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)]
+    after = dict(pairwise(passes))
+    several = any(i.chunk for i in passes)
+    row, before = 0, next((n for n, i in enumerate(reversed(passes)) if i.op is Op.FORWARD), len(passes))
     then: dict[int, bool] = {}
-    found: dict[Instruction, bool] = {}
-    for i, after in zip(passes, [*passes[1:], None], strict=True):
-        if i.op is not Op.FORWARD:
-            found[i] = then.get(i.chunk, False)
-            then[i.chunk] = after is not None and after.op is not Op.FORWARD
-    return [found.get(i, False) for i in order]
+    last: tuple[int, tuple[bool, bool]] | None = None
+    found = []
+    for i in order:
+        flags = False, False
+        if i.op is Op.FORWARD:
+            row, before, last = 0, row or before, None
+        elif i.op is Op.BACKWARD_WEIGHT:
+            flags = last[1] if last is not None and last[0] == i.chunk else (True, True)
+        elif i.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            row += 1
+            flags = then.get(i.chunk, False), several or row < before
+            then[i.chunk] = i in after and after[i].op is not Op.FORWARD
+            last = i.chunk, flags
+        found.append(flags)
+    return found
 
 
 @dataclass(frozen=True)
@@ -338,7 +359,7 @@ class Dependencies:
         before: dict[tuple[int, int, int], tuple[int, ...]] = {}  # those with which a microbatch's ended
         moments: list[set[Moment]] = [set() for _ in held]
         ahead = [_ahead(order) for order in schedule.orders]
-        followed = [_followed(order) for order in schedule.orders]
+        following = [_followed(order) for order in schedule.orders]
         ready = deque(range(schedule.ranks))
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
@@ -387,7 +408,7 @@ class Dependencies:
                         then = before.pop((rank, i.chunk, i.microbatch))
                         since = tuple(min(k, n - m) for k, n, m in zip(now, passed[rank], then, strict=True))
                     moments[rank].add(
-                        Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n], since, followed[rank][n])
+                        Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n], since, *following[rank][n])
                     )
                     now[i.chunk] -= kind is Op.BACKWARD
                     later[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)

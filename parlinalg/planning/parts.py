@@ -161,11 +161,14 @@ class Between(NamedTuple):
 
 class Late(NamedTuple):
     """The bytes at the peak of a pass where gradients of weights come last: of the forward pass and the one for the
-    gradients of inputs beside what rests and is kept, of that for weights beside what rests and is pending."""
+    gradients of inputs beside what rests and is kept, of that for weights beside what rests and is pending.  The calm
+    ones are the same while no gathers of another backward pass are in flight, nor weights stay for one."""
 
     forward: int = 0
     inputs: int = 0
     weights: int = 0
+    calm_inputs: int = 0
+    calm_weights: int = 0
 
 
 class Ending(NamedTuple):
@@ -272,6 +275,8 @@ class Part:
         Bytes of the states that come and go in tiles, and of those tiles that a rank has room for in this memory.
     loads : tuple of (int or None, Load)
         The gradients that wait in buckets for the sums of a backward pass, in its order, with the numbers of `ties`.
+    lone : bool
+        True if weights are gathered ahead, of one layer alone: they may stay for another pass.
     """
 
     trace: Trace
@@ -304,6 +309,7 @@ class Part:
     queue: tuple[int, int, int] = (0, 0, 0)
     tiled: tuple[int, int] = (0, 0)
     loads: tuple[tuple[int | None, Load], ...] = ()
+    lone: bool = False
     _spans: dict[tuple[str, tuple[Kernel, ...]], Trace] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -712,6 +718,10 @@ class _Run:
                 if self.then.again[True] and self._gathered(backward=True) == 1:  # its weights stay
                     calm = passes
                 pending, late = self.deferred(rows, given, rest, kept)
+                if self.gatherer is not None and self.then != ALONE:
+                    then, self.then = self.then, ALONE
+                    late = Late(*late[:3], *self.deferred(rows, given, rest, kept)[1][1:3])
+                    self.then = then
                 away, array, left = self.offloaded(rows, given, update, rest, 0)
                 world.device.recorder = recorder
             if update:
@@ -750,7 +760,7 @@ class _Run:
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             0 if self.gatherer is None else self.gatherer.first_gathers, gathered, calm, late, ending,
-            left, loads=self.loads(),
+            left, loads=self.loads(), lone=self._gathered(backward=True) == 1,
         )  # fmt: skip
 
     @property
@@ -953,8 +963,8 @@ class _Run:
                 unit.parameters()
                 weights, after = world.peak_memory + self._next(), world.device.held
             pending = max(0, before - held - (after - world.device.held))  # without what stays gathered
-        beside = forward - kept, inputs - kept, weights - pending
-        return pending, Late(*(max(0, n - rest) for n in beside))
+        forward, inputs, weights = (max(0, n - rest) for n in (forward - kept, inputs - kept, weights - pending))
+        return pending, Late(forward, inputs, weights, inputs, weights)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -28,7 +28,9 @@ HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done h
 RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient", "unfollowed")  # of a microbatch
 LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
-"""The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.late`."""
+CALM = {Op.BACKWARD: "calm inputs", Op.BACKWARD_WEIGHT: "calm weights"}
+"""The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.late`; the
+calm ones where no backward pass follows."""
 Figures = dict[str, float]
 """Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
 
@@ -176,7 +178,8 @@ class Predictor:
             self._known_gradients[key] = _beside_gradients(layers)
         gathering = [i for i, part in enumerate(layers) if part.gathered[1]]
         beside *= len(gathering) == 1
-        alike = len(gathering) < 2 or "activations" in dict(c.offload)  # as in plans
+        offloaded = "activations" in dict(c.offload)
+        alike = len(gathering) < 2 or offloaded  # as in plans
         made = []
         for i, (figure, more) in enumerate(zip(figures, self._known_gradients[key], strict=True)):
             part = layers[i]
@@ -192,9 +195,13 @@ class Predictor:
                 if beside:
                     transient, later = max(transient, 2 * own + beside + part.gradients), later + beside
             ending = {name: figure[name] + more for name in ("ending", "late ending")}
+            calm = {"calm inputs": figure["calm inputs"], "calm weights": figure["calm weights"] + each_pass}
             if alike or i > gathering[0]:  # what is gathered beside is no other pass's
                 unfollowed = transient
-            made.append({**figure, **ending, "transient": transient, "unfollowed": unfollowed, "late weights": later})
+            if offloaded or i > min(gathering, default=i):
+                calm = {"calm inputs": figure["late inputs"], "calm weights": later}
+            passing = {"transient": transient, "unfollowed": unfollowed, "late weights": later}
+            made.append({**figure, **ending, **passing, **calm})
         return made
 
     def stretched(self, c: Candidate) -> Planned:
@@ -403,7 +410,8 @@ class Predictor:
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
-        made |= zip(LATE.values(), part.late, strict=True)
+        made |= zip((*LATE.values(), *CALM.values()), part.late, strict=True)
+        made["lone"] = part.lone
         made["ending"], made["late ending"] = part.ending.whole - part.kept, part.ending.later - part.pending
         made["sums"] = part.ending.sums
         made["away"], made["away late"], made["array"] = part.queue
@@ -589,8 +597,12 @@ def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) 
     Messages have so many bytes; `late` says whether gradients of weights come later.
     """
     own = figures[m.chunk]
-    plain = "transient" if m.followed else "unfollowed"
-    passing = m.ahead * message + own[LATE[m.op] if late else plain]
+    if late:
+        more = m.stays if own["lone"] else m.followed
+        name = LATE[m.op] if more else CALM.get(m.op, LATE[m.op])
+    else:
+        name = "transient" if m.followed else "unfollowed"
+    passing = m.ahead * message + own[name]
     if not any(f["away"] for f in figures):  # nothing waits for a disk
         return passing
     away, left = ([f[name] for f in figures] for name in ("away", "away late"))
@@ -668,8 +680,8 @@ def _total(figures: Sequence[Figures]) -> Figures:
         made[name] -= _twice(figures, name)
     for name, held, passed in (
         ("transient", "kept", None), ("unfollowed", "kept", None), ("late forward", "kept", None),
-        ("late inputs", "kept", "pending"), ("late weights", "pending", None), ("ending", "kept", None),
-        ("late ending", "pending", None),
+        ("late inputs", "kept", "pending"), ("calm inputs", "kept", "pending"), ("late weights", "pending", None),
+        ("calm weights", "pending", None), ("ending", "kept", None), ("late ending", "pending", None),
     ):  # fmt: skip
         made[name] = _beside(figures, name, held, passed)
     for name in ("message", "message words"):
