@@ -998,6 +998,7 @@ def test_weights_of_an_only_layer_stay_where_backward_passes_follow_each_other(s
     c = replace(_candidate(2, pipeline, zero=3, microbatches=8, schedule=schedule), recompute=recompute)
     assert 0.99 * peak <= predictor.full(c).bytes <= 1.04 * peak
     assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.07)
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
 
 
 @pytest.mark.parametrize("hidden", [128, 512])
