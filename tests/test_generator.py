@@ -336,7 +336,7 @@ def test_seeds(world, one):
         assert pla.random.default_rng(seed).seed == pla.random.default_rng(seed).seed
     with pytest.raises(ValueError, match="seed is a whole number of at least 0"):
         pla.random.default_rng(-1)
-    with pytest.raises(TypeError, match="not 1.5"):
+    with pytest.raises(TypeError, match=r"not 1\.5"):
         pla.random.default_rng(1.5)
     with pytest.raises(TypeError, match="give a seed"):
         pla.random.default_rng(np.random.default_rng(1))

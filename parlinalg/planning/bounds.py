@@ -178,10 +178,9 @@ class Bounds:
         between them: it is left out of the first one's bytes, and is among the second one's once, if that saves it.
         Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
         Copies, and ZeRO's gathered weights, only add.  Of what is pending of a layer what is passed between layers is
-        left out, which others may keep too: its output, and the gradient of its input.  The gradient of a table that the
-        head is tied to is pending where one copy computes it by the transpose; where ZeRO 3 gathers the table, that of
-        the head's outputs is, which may be less.  If activations are offloaded, what is kept from the forward pass on
-        may not be back.
+        left out, which others may keep too: its output, and the gradient of its input.  Of a head that is tied to a
+        table the table's gradient is pending in one copy; with ZeRO 3 that of the head's outputs is, which may be less.
+        If activations are offloaded, what is kept from the forward pass on may not be back.
 
         This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of
         something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
