@@ -187,7 +187,8 @@ def of_qr(a, x, c, rng):
 def of_pivoted_qr(a, x, c, rng):
     q, r, p = (f.gather() for f in linalg.qr(x, pivoting=True))
     sizes = np.abs(np.diag(r)) * c
-    assert (sizes[1:] <= sizes[:-1] * (1 + BOUND * eps(a.dtype)) + BOUND * eps(a.dtype) * sizes[:1]).all()
+    rounding = BOUND * np.sqrt(len(sizes)) * eps(a.dtype)  # equal sizes of LAPACK's own R rise by 45 eps at n = 1021
+    assert (sizes[1:] <= sizes[:-1] * (1 + rounding) + rounding * sizes[:1]).all()
     yield difference(q @ (r * c), (a * c)[:, p], a.dtype)
     yield orthogonality(q)
 
