@@ -270,8 +270,13 @@ def _excess(a: DistArray, m: int, squarings: int) -> int:
     largest = as_number(v.max(), 0)
     if not largest:
         return 0
-    log = math.log2(largest) + 2 * m * (math.log2(one) - squarings) - math.log2(ERROR[m])
-    return max(0, math.ceil((log - math.log2(float(np.finfo(a.dtype).eps) / 2)) / (2 * m)))
+    return int(_more(largest, one, m, squarings, a.dtype))
+
+
+def _more(largest: Any, one: Any, m: int, squarings: Any, dtype: Any) -> Any:
+    """Return how many squarings more the degree needs where |A|^(2m + 1) is so large beside powers of its norm."""
+    log = np.log2(largest) + 2 * m * (np.log2(one) - squarings) - math.log2(ERROR[m])
+    return np.maximum(0, np.ceil((log - math.log2(float(np.finfo(dtype).eps) / 2)) / (2 * m)))
 
 
 # ------------------------------------------------------------------------------------------------ square root
@@ -690,6 +695,4 @@ def _excesses(a: np.ndarray, m: int, squarings: np.ndarray) -> np.ndarray:
     largest, one = v.max(axis=(-2, -1)).astype(np.float64), one.astype(np.float64)
     some = (largest > 0) & (one > 0)
     one, largest = np.where(some, one, 1), np.where(some, largest, 1)
-    log = np.log2(largest) + 2 * m * (np.log2(one) - squarings) - math.log2(ERROR[m])
-    more = np.ceil((log - math.log2(float(np.finfo(a.dtype).eps) / 2)) / (2 * m))
-    return np.where(some, np.maximum(0, more), 0).astype(np.int64)
+    return np.where(some, _more(largest, one, m, squarings, a.dtype), 0).astype(np.int64)

@@ -21,7 +21,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
-from parlinalg.comm import Comm
+from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
 from parlinalg.comm.shared import Meeting, meet
 from parlinalg.comm.shared import common as shared
@@ -316,15 +316,15 @@ class Board:
         both = early + sum(sizes)
         if self._memory is None or both > self._memory[0].size:
             gathered = self.gather(first, counts) if early else xp.empty((sum(counts), first.shape[1]), first.dtype)
-            rest, mine, handle = xp.empty(shape, then.dtype), xp.ascontiguousarray(then), DONE
-            begun = at_once or not early
-            if begun and (both > early or not early):
-                handle = comm.all_gather(mine, rest, sizes, wait=False)
+            rest, mine, needed = xp.empty(shape, then.dtype), xp.ascontiguousarray(then), both > early or not early
+
+            def begun(wait: bool) -> Handle:
+                return comm.all_gather(mine, rest, sizes, wait=wait) if needed else DONE
+
+            handle = begun(wait=False) if at_once or not early else None
 
             def finish() -> Any:
-                if not begun and both > early:
-                    comm.all_gather(mine, rest, sizes)
-                handle.wait()
+                (begun(wait=True) if handle is None else handle).wait()
                 return use(rest)
 
             return gathered, finish
