@@ -75,7 +75,7 @@ class Parameter(Tensor):
         if self._node is None:
             self.storage.grad = None
         else:
-            self._node.owner = weakref.ref(self)
+            self._node.owner, self._node.late = weakref.ref(self), True
 
     @property
     def grad(self) -> DistArray | None:

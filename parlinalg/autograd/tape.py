@@ -2,8 +2,8 @@
 
 A rule has one part for each input that wants a gradient.  A part takes the gradient of the value, in its layout, and
 the arrays that were saved for it, and returns a term of its input's gradient: (block, layout).  What several parts need
-(a gathered gradient) is prepared once and shared.  Parts are kept apart, so that those of parameters can run later than
-those of inputs.
+(a gathered gradient) is prepared once and shared.  Parts are kept apart, so that those of parameters, and of weights
+made of these, can run later than those of inputs.
 """
 
 from __future__ import annotations
@@ -74,14 +74,17 @@ class Node:
     grad : DistArray or None
         The gradient of a leaf that is no parameter.
     owner : weak reference to a Parameter, or None
+    late : bool
+        True if the gradient may be computed after those of inputs: that of a parameter, or of a value made of parameters
+        alone by operations that save no arrays, such as a transposed weight.
     takes_partial : bool
         Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial over axes
         that do not cut the value: it is summed later, where it has fewer elements.
     """
 
     __slots__ = (
-        "age", "dtype", "grad", "grid", "layout", "op", "owner", "parts", "prepare", "recompute", "shape", "sources",
-        "takes_partial",
+        "age", "dtype", "grad", "grid", "late", "layout", "op", "owner", "parts", "prepare", "recompute", "shape",
+        "sources", "takes_partial",
     )  # fmt: skip
 
     def __init__(
@@ -107,25 +110,28 @@ class Node:
         self.grad: DistArray | None = None
         self.owner: weakref.ref[Parameter] | None = None
         self.takes_partial = takes_partial
+        self.late = bool(sources) and recompute is None and all(source.late for source in sources) and not any(
+            is_array(s) or type(s) is PackedArray for rule in self.rules() for s in rule.saved
+        )  # fmt: skip
 
     @property
     def used(self) -> bool:
         """True if a walk has used the rule up."""
         return self.parts is None and self.recompute is None
 
-    def rules(self, *, parameters: bool = True) -> Iterator[Part]:
+    def rules(self, *, late: bool = True) -> Iterator[Part]:
         """Iterate over the functions that run in a backward pass: the shared preparation, and the parts.
 
         Parameters
         ----------
-        parameters : bool
-            Whether the parts for gradients of parameters are among them.
+        late : bool
+            Whether the parts for gradients that may come later are among them.
         """
         for shared in (self.prepare, self.recompute):
             if shared is not None:
                 yield shared
         for part, source in zip(self.parts or (), self.sources, strict=False):
-            if parameters or source.owner is None:
+            if late or not source.late:
                 yield part
 
     def saved(self) -> Iterator[Any]:
@@ -250,7 +256,7 @@ def reachable(root: Node, since: int = -1) -> list[Node]:
 
 
 class Deferred(NamedTuple):
-    """A part for the gradient of a parameter that is to run later: the arguments of `Walk.send`."""
+    """A part that is to run later: the arguments of `Walk.send`."""
 
     source: Node
     part: Part
@@ -262,7 +268,8 @@ class Walk:
     """A backward pass from `root`, whose gradient is `term`.  `run()` is all of it.
 
     With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
-    parameters, from what `run()` prepared and kept.  The walk stops at values with age ≤ `since`.
+    parameters and of weights made of these (`Node.late`), from what `run()` prepared and kept.  The walk stops at values
+    with age ≤ `since`.
     With `starts=True` sums of gradients start as these arrive, also within `no_sync`; who walks has to settle them.
     """
 
@@ -272,7 +279,7 @@ class Walk:
     ) -> None:  # fmt: skip
         self.nodes = reachable(root, since)
         self.retain, self.later, self.starts = retain, later, starts
-        self.deferred: list[Deferred | Walk] = []
+        self.deferred: list[Deferred | Node | Walk] = []  # in the order of the walk
         self.scatter = GradientScatter()
         self.sync = starts or _syncing.get()
         self.arrived: dict[int, GradientAccumulator] = {}
@@ -313,7 +320,10 @@ class Walk:
         self.nodes[0].grid.poll()
 
     def visit(self, node: Node) -> None:
-        """Finish a value's gradient and run its rule; for a leaf, add it to the stored gradient."""
+        """Finish a value's gradient and run its rule, or put that off; for a leaf, add it to the stored gradient."""
+        if self.later and node.late:
+            self.deferred.append(node)
+            return
         got = self.arrived.pop(node.age, None)
         if not node.sources:
             if got is not None:
@@ -338,7 +348,7 @@ class Walk:
                 grad, _ = got.settled()
                 shared = grad if node.prepare is None else node.prepare(grad)
             for source, part in zip(node.sources, node.parts or (), strict=True):
-                if self.later and source.owner is not None:
+                if self.later and source.late:
                     self.deferred.append(Deferred(source, part, shared, grad))
                 else:
                     self.send(source, part, shared, grad)
@@ -359,6 +369,8 @@ class Walk:
                 each = self.deferred.pop()
                 if isinstance(each, Walk):
                     each.run_parameters()
+                elif isinstance(each, Node):
+                    self.visit(each)
                 else:
                     self.send(*each)
                 del each  # and what it holds is freed
@@ -372,7 +384,7 @@ class Walk:
         for each in self.deferred:
             if isinstance(each, Walk):
                 yield from each.saved()
-            else:
+            elif isinstance(each, Deferred):
                 yield from _saved(each.part)
                 yield from _arrays(each.shared)
                 yield each.grad
@@ -385,7 +397,7 @@ class Walk:
         With `later`, arrays that only the gradients of parameters need are skipped until `run_parameters`.
         """
         for node in self.nodes:  # those behind the walk have nothing that waits
-            for rule in node.rules(parameters=not self.later):
+            for rule in node.rules(late=not self.later):
                 yield from _packed(rule)
         if not self.later:
             for each in reversed(self.deferred):

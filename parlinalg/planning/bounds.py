@@ -178,9 +178,8 @@ class Bounds:
         between them: it is left out of the first one's bytes, and is among the second one's once, if that saves it.
         Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
         Copies, and ZeRO's gathered weights, only add.  Of what is pending of a layer what is passed between layers is
-        left out, which others may keep too: its output, and the gradient of its input.  Of a head that is tied to a
-        table the table's gradient is pending in one copy; with ZeRO 3 that of the head's outputs is, which may be less.
-        If activations are offloaded, what is kept from the forward pass on may not be back.
+        left out, which others may keep too: its output, and the gradient of its input.  If activations are offloaded,
+        what is kept from the forward pass on may not be back.
 
         This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of
         something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
@@ -192,10 +191,7 @@ class Bounds:
         parts = model.layers_of_one_copy(c)
         every = model.on_one_rank(c.dtype, None, True)
         passed = [0, *(part.message for part in parts)]
-        waiting = [part.pending for part in parts]
-        if c.zero == 3 and c.data > 1:
-            waiting = [min(n, part.pending) for n, part in zip(waiting, model.layers(c), strict=True)]
-        later = [max(0, n - given - part.message) for n, given, part in zip(waiting, passed, parts, strict=False)]
+        later = [max(0, part.pending - given - part.message) for given, part in zip(passed, parts, strict=False)]
         made = [max(0, nbytes - part.kept) for nbytes, part in zip(later, parts, strict=True)]
         alone, ratio = model.alone(c.dtype), self._ratio(c)
         found = []

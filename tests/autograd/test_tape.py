@@ -143,6 +143,50 @@ def test_parameters_can_wait_for_later(grid: Grid, serial: Grid) -> None:
         np.testing.assert_allclose(found.grad.gather(), right, rtol=0, atol=1e-14)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_weights_made_of_parameters_wait_for_later_too(again: bool, grid: Grid) -> None:
+    """All that no other stage waits for, in the order of an uncut pass; not what is made of constants, or keeps arrays."""
+    ids = cut(IDS, grid, Layout(("a", "b")))
+
+    def leaves() -> list[Tensor]:
+        return [tensor(X, grid, ROWS.x), Parameter(cut(W.T, grid, ROWS.w), "w"), parameters(grid)[1]]
+
+    def loss_of(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        right, bias, gate = w.T * 0.5, (v.astype("float32").astype("float64") + v)[None], ops.tanh(v)
+
+        def product(x: Tensor) -> Tensor:
+            return ops.matmul(ops.matmul(x, right, ROWS), w, ROWS)
+
+        y = pla.autograd.recompute(product, x) if again else product(x)
+        return ops.cross_entropy(ops.matmul(y, right, ROWS) * gate + bias, ids)
+
+    whole, parted = leaves(), leaves()
+    loss_of(*whole).backward()
+    walk = start_walk(loss_of(*parted), later=True)
+    walk.run()
+    assert {node.op for node in walk.nodes if node.sources and not node.used} == {
+        "transpose", "multiply", "astype", "add", "getitem"
+    }  # fmt: skip
+    assert parted[1].grad is parted[2].grad is None
+    walk.run_parameters()
+    assert all(node.used for node in walk.nodes if node.sources)
+    for one, other in zip(whole, parted, strict=True):
+        np.testing.assert_array_equal(one.grad.gather(), other.grad.gather())  # type: ignore[union-attr]
+
+
+def test_of_a_stage_that_is_first_only_parameters_wait(grid: Grid) -> None:
+    """All of its values are made of parameters and constants."""
+    table, v = Parameter(cut(numbers(4, 3), grid, Layout(None, None)), "table"), parameters(grid)[1]
+    rows = Layout(("a", "b"), None)
+    plan = Plan((("a", "b"),), (None,), (None,), rows, Layout(None, None), rows)
+    y = ops.gelu(ops.embedding(cut(IDS, grid, Layout(("a", "b"))), table, plan))
+    walk = start_walk((ops.exp(ops.matmul(y, table.T, plan) + v)).sum(), later=True)
+    walk.run()
+    assert [node.op for node in walk.nodes if node.sources and not node.used] == ["transpose"]
+    walk.run_parameters()
+    assert v.grad is not None
+
+
 def test_unequal_terms_are_brought_together_and_moved_once(grid: Grid) -> None:
     """Three partial gradients and a whole one cost one all-reduce."""
     axes = tuple(a for a in grid.axes if grid.sizes[a] > 1)

@@ -13,7 +13,8 @@ import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.nn.block import TransformerBlock
-from parlinalg.planning.trace import Gemm, Start
+from parlinalg.pipeline.run import InFlight
+from parlinalg.planning.trace import Gemm, Start, cut
 from tests.planning.test_imagined import rows
 
 CASES = [  # schedule, chunks, pipeline ranks, layers
@@ -79,6 +80,42 @@ def test_ranks_of_one_class_have_as_many_layers():
         for other in every:
             same = every[one][1] == every[other][1]
             assert same or of(one) != of(other), (one, other)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_products_for_gradients_of_weights_wait(name, zero, monkeypatch):
+    """Half of those of a backward pass, among them that for the table to which the head is tied."""
+    parallel = {"data": 2, "pipeline": 4, "tensor": {"size": 2, "mode": "1d"}}
+    config = {"parallel": parallel, "zero": zero, "schedule": {"name": name, "microbatches": 4}, "batch_size": 8}
+
+    def spanned(name: str, run: Any) -> Any:
+        def within(self: InFlight, *args: Any, **options: Any) -> None:
+            self.grid.backend.span(name, True)
+            run(self, *args, **options)
+            self.grid.backend.span(name, False)
+
+        return within
+
+    for part in ("backward", "parameters"):
+        monkeypatch.setattr(InFlight, part, spanned(part, getattr(InFlight, part)))
+
+    def program(world: Any) -> list[int]:
+        with pla.launch(config) as mesh:
+            model = nn.GPT(
+                vocab_size=64, max_position_embeddings=8, hidden_size=16, num_hidden_layers=8, num_attention_heads=4,
+                dtype="float32", scheme=mesh.scheme, grid=mesh.grid,
+            )  # fmt: skip
+            engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
+            ids = np.zeros((8, 8), np.int64)
+            with world.trace() as trace:
+                engine.execute_schedule(iter([(ids, ids)]))
+        events = [[e for each in cut(trace, part) for e in each.events] for part in ("backward", "parameters")]
+        return [sum(e.flops for e in each if isinstance(e, Gemm) and not e.attention) for each in events]
+
+    for inputs, weights in pla.imagine_together(program, 16, what_if=pla.WhatIf()).values():
+        assert inputs == weights > 0
 
 
 @pytest.mark.serial
