@@ -75,8 +75,8 @@ class Node:
         The gradient of a leaf that is no parameter.
     owner : weak reference to a Parameter, or None
     late : bool
-        True if the gradient may be computed after those of inputs: that of a parameter, or of a value made of parameters
-        alone by operations that save no arrays, such as a transposed weight.
+        True of parameters, and of values made of these alone by operations that save no arrays, such as transposed
+        weights: no input's gradient waits for theirs.
     takes_partial : bool
         Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial over axes
         that do not cut the value: it is summed later, where it has fewer elements.
@@ -267,9 +267,8 @@ class Deferred(NamedTuple):
 class Walk:
     """A backward pass from `root`, whose gradient is `term`.  `run()` is all of it.
 
-    With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
-    parameters and of weights made of these (`Node.late`), from what `run()` prepared and kept.  The walk stops at values
-    with age ≤ `since`.
+    With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of values
+    that are `late`, from what `run()` prepared and kept.  The walk stops at values with age ≤ `since`.
     With `starts=True` sums of gradients start as these arrive, also within `no_sync`; who walks has to settle them.
     """
 

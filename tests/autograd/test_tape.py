@@ -145,7 +145,7 @@ def test_parameters_can_wait_for_later(grid: Grid, serial: Grid) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_weights_made_of_parameters_wait_for_later_too(again: bool, grid: Grid) -> None:
-    """All that no other stage waits for, in the order of an uncut pass; not what is made of constants, or keeps arrays."""
+    """Those that keep no arrays, in the order of an uncut pass."""
     ids = cut(IDS, grid, Layout(("a", "b")))
 
     def leaves() -> list[Tensor]:
