@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg.array.align import is_explicit, spread
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
-from parlinalg.errors import LayoutError
+from parlinalg.errors import LayoutError, PlanError
 from parlinalg.exchange import Runs, exchange_runs
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, cut_lengths
@@ -74,7 +74,7 @@ def shape_of(shape: Any) -> tuple[int, ...]:
     TypeError
         If it is neither, such as (3.5, 4), (True, 4) or None.
     ValueError
-        If a size is negative, or there would be 2⁶³ elements or more.
+        If a size is negative, or, as a PlanError, there would be 2⁶³ elements or more.
     """
     try:
         given = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
@@ -88,7 +88,7 @@ def shape_of(shape: Any) -> tuple[int, ...]:
     if any(size < 0 for size in sizes):
         raise ValueError(f"a shape has no negative sizes: {shape!r}")
     if math.prod(sizes) >= 2**63:
-        raise ValueError(f"an array of shape {shape!r} would have {math.prod(sizes)} elements, more than 2**63 - 1")
+        raise PlanError(f"an array of shape {shape!r} would have {math.prod(sizes)} elements, more than 2**63 - 1")
     return tuple(sizes)
 
 

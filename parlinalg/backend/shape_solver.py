@@ -169,10 +169,26 @@ class Factorizations:
     def _factored(
         self, name: str, a: Any, *shapes: tuple[int, ...], real: tuple[int, ...] | None = None, dtype: Any = None
     ) -> Any:
-        """Return arrays of these shapes for what a function makes of matrices, and a real one if that is given."""
+        """Return arrays of these shapes for what a function makes of matrices, and a real one if that is given.
+
+        NumPy computes in double precision: it copies other matrices first, and casts the results one by one.
+        """
         self._device.assume("finite", f"whether linalg.{name} of a matrix succeeds")
         self._device.kernel(f"linalg.{name}", 2 * a.nbytes, a.size * min(a.shape[-2:]), a.dtype)
-        found = [ShapeArray(self._device, shape, a.dtype if dtype is None else dtype) for shape in shapes]
+        dtype, double = a.dtype if dtype is None else dtype, np.result_type(a.dtype, np.float64)
+        casts, wide, work = self._device.cpu and double != a.dtype, list[ShapeArray](), list[ShapeArray]()
+        if casts:
+            work = [ShapeArray(self._device, a.shape, double)]
+            wide = [ShapeArray(self._device, shape, np.result_type(dtype, np.float64)) for shape in shapes]
+        if name != "qr":
+            work.clear()
+        elif self._device.cpu and not casts:  # it works on a copy, of which a mask takes R
+            copied = ((a.shape, a.dtype), (shapes[1][-2:], np.dtype(bool)))
+            work = [ShapeArray(self._device, shape, kind) for shape, kind in copied]
+        found = []
+        for shape in shapes:
+            found.append(ShapeArray(self._device, shape, dtype))
+            wide[:1] = []
         if real is not None:
             found.append(ShapeArray(self._device, real, a.real.dtype))
         return found

@@ -222,27 +222,29 @@ class ImaginedComm(Comm):
         return self._post("all_gather", moved, sent, wait, send, recv, most=_most(recv, counts))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        if by_terms(send.dtype):
-            self._combine(recv.size, send.dtype)
+        terms = self._terms(recv.size, send.dtype)
         if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray):
             start = sum(counts[: self.rank])
             recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
         moved = send.nbytes - recv.nbytes
-        return self._post("reduce_scatter", moved, moved, wait, send, recv, most=_most(send, counts))
+        return self._post("reduce_scatter", moved, moved, wait, send, recv, *terms, most=_most(send, counts))
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         own = buffer.size // self.size + (self.rank < buffer.size % self.size)
-        if by_terms(buffer.dtype):
-            self._combine(own, buffer.dtype)
+        terms = self._terms(own, buffer.dtype)
+        part = [self.device.empty(own, buffer.dtype) for _ in terms]  # this rank's of the sum, before the all-gather
         if isinstance(buffer, np.ndarray):
             buffer[...] = self._summed(buffer, op)
         moved = 2 * (buffer.size - own) * buffer.itemsize
-        return self._post("all_reduce", moved, moved, wait, buffer)
+        return self._post("all_reduce", moved, moved, wait, buffer, *terms, *part)
 
-    def _combine(self, own: int, dtype: Any) -> None:
-        """Sum the terms of 16 bits that ranks exchange: they are held beside the blocks meanwhile."""
+    def _terms(self, own: int, dtype: Any) -> list[Block]:
+        """Sum the terms of 16 bits that ranks exchange; return them, which are held until the operation is done."""
+        if not by_terms(dtype):
+            return []
         terms = self.device.empty((self.size, own), dtype)
         self.device.kernel("combine_terms", terms.nbytes + own * terms.itemsize, terms.size, dtype)
+        return [terms]
 
     def _summed(self, values: np.ndarray, op: str) -> Any:
         return values * values.dtype.type(self.size) if op == "sum" else values

@@ -71,9 +71,20 @@ def newton_schulz(x: Block, norm: float, iteration: Iteration) -> Block:
     tall = x.shape[0] > x.shape[1]
     x = (x.T if tall else x) / max(norm, LEAST_NORM)
     for _ in range(iteration.steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        product = quadratic(x @ x.T, b, c) @ x
+        x *= a
+        product += x
+        x = product
     return x.T if tall else x
+
+
+def quadratic(a: Block, b: float, c: float) -> Block:
+    """Return `b a + c a²` of a square matrix, which is overwritten."""
+    found = a @ a
+    found *= c
+    a *= b
+    found += a
+    return found
 
 
 def flops(short: int, long: int) -> int:
@@ -285,9 +296,11 @@ class ByGram(Execution):
             self.grid.everyone.all_reduce(grams)
             for n in due:
                 a, b, c = self.team.iterations[matrices[n].tensor].coefficients
-                q = b * sums[n] + c * (sums[n] @ sums[n]) if slices[n] else None
+                q = quadratic(sums[n], b, c) if slices[n] else None
                 for x in slices[n]:
-                    x[...] = a * x + q @ x
+                    product = q @ x
+                    x *= a
+                    x += product
 
 
 class OnGrid(Execution):

@@ -363,9 +363,11 @@ class Shampoo(Preconditioned):
         if group["grafting"] == "adam":
             square, beta = states["square"], group["betas"][1]
             square *= beta
-            square += (1 - beta) * g * g
-            corrected = mean / (1 - group["momentum"] ** step)
-            like = corrected / (xp.sqrt(square / (1 - beta**step)) + group["eps"])
+            add_square(square, g, 1 - beta)
+            size = xp.sqrt(square / (1 - beta**step))
+            size += group["eps"]
+            like = mean / (1 - group["momentum"] ** step)
+            like /= size
         norm = float(xp.linalg.norm(d))
         return d * (float(xp.linalg.norm(like)) / norm) if norm else d
 
@@ -453,9 +455,15 @@ class SOAP(Preconditioned):
         mean += (1 - beta1) * g
         turned = self._turned(g, states)
         square *= beta2
-        square += (1 - beta2) * turned * turned
-        rate = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-        d = rate * self._turned_back(self._turned(mean, states) / (xp.sqrt(square) + group["eps"]), states)
+        add_square(square, turned, 1 - beta2)
+        del turned
+        d = self._turned(mean, states)
+        size = xp.sqrt(square)
+        size += group["eps"]
+        d /= size
+        del size
+        d = self._turned_back(d, states)
+        d *= (1 - beta2**t) ** 0.5 / (1 - beta1**t)
         accumulate(g, states, sides, beta2)
         if t % group["precondition_frequency"] == 0:
             for side in sides:
@@ -515,7 +523,16 @@ def accumulate(g: Block, states: dict[str, Block], sides: Sequence[str], beta: f
     for side in sides:
         a = states[side]
         a *= beta
-        a += (1.0 if beta == 1 else 1 - beta) * (g @ g.T if side == "left" else g.T @ g)
+        product = g @ g.T if side == "left" else g.T @ g
+        product *= 1.0 if beta == 1 else 1 - beta
+        a += product
+
+
+def add_square(a: Block, g: Block, factor: float) -> None:
+    """Add `factor g²`, element by element."""
+    term = factor * g
+    term *= g
+    a += term
 
 
 def finite(a: Block) -> bool:
@@ -613,12 +630,16 @@ def newton_inverse_root(a: Block, p: int, damping: float, steps: int = 100) -> B
         why = "how many steps the coupled Newton iteration takes"
         steps = min(steps, int(backend_of(a).assume("iterations", why)))
     one = xp.eye(len(a), dtype=a.dtype)
-    a = a + a.dtype.type(damping) * one
-    size = xp.linalg.norm(a)
+    shifted = a.dtype.type(damping) * one
+    shifted += a
+    size = xp.linalg.norm(shifted)
     z = (1 + p) / (2 * float(size)) if known else 1.0
-    x, m, error = z ** (1 / p) * one, z * a, np.inf
+    x, m, error = z ** (1 / p) * one, z * shifted, np.inf
+    del shifted
     for _ in range(steps):
-        t = ((p + 1) * one - m) / p
+        t = (p + 1) * one
+        t -= m
+        t /= p
         fresh, m = x @ t, xp.linalg.matrix_power(t, p) @ m
         distance = xp.linalg.norm(m - one)
         if known:

@@ -26,7 +26,7 @@ class Floor(NamedTuple):
         Bytes of a microbatch's activations, and those of the model's first and last layer, which are not offloaded by a
         rank that has others.
     transient : int
-        Bytes beside what rests and is kept, at the peak of a pass of a layer.
+        Bytes beside what rests and is kept, at the peak of a forward or backward pass of a layer.
     small : int
         More bytes than there are of values too small to be offloaded.
     forward, backward : float
@@ -179,7 +179,8 @@ class Bounds:
         Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
         Copies, and ZeRO's gathered weights, only add.  Of what is pending of a layer what is passed between layers is
         left out, which others may keep too: its output, and the gradient of its input.  If activations are offloaded,
-        what is kept from the forward pass on may not be back.
+        what is kept from the forward pass on may not be back.  Where gradients of weights come later, what is kept may
+        be gone by then, so that only the pass for those of inputs counts.
 
         This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of
         something larger would count the rest of it as kept, though nothing keeps it where the next layer does not save
@@ -193,7 +194,8 @@ class Bounds:
         passed = [0, *(part.message for part in parts)]
         later = [max(0, part.pending - given - part.message) for given, part in zip(passed, parts, strict=False)]
         made = [max(0, nbytes - part.kept) for nbytes, part in zip(later, parts, strict=True)]
-        alone, ratio = model.alone(c.dtype), self._ratio(c)
+        alone, ratio, split = model.alone(c.dtype), self._ratio(c), self._weights_later(c)
+        peaks = [max(part.late.forward, part.late.inputs) if split else part.transient for part in parts]
         found = []
         for a, b in self._pipeline(c)[1]:
             rest = alone  # layers of one stage may share parameters
@@ -201,8 +203,9 @@ class Bounds:
                 rest = Rest(*(sum(getattr(part, name) for part in every[a:b]) for name in Rest._fields))
             own, transient, behind = parts[a:b], 0, 0
             absent = sum(part.weights for part in own) if self._shares(c) else 0
-            for part in reversed(own):  # its gradients may go as they are made; those that rest stay in their buckets
-                transient = max(transient, part.transient - math.ceil(ratio * max(part.weights, absent)) - behind)
+            # gradients may go as they are made; those that rest stay in their buckets
+            for part, peak in zip(reversed(own), reversed(peaks[a:b]), strict=True):
+                transient = max(transient, peak - math.ceil(ratio * max(part.weights, absent)) - behind)
                 behind += part.kept
             found.append(
                 Floor(
@@ -268,8 +271,7 @@ class Bounds:
 
         Where gradients of weights come later, what is in use for them is not in use for those of inputs.
         """
-        schedule, _ = self._pipeline(c)
-        later = schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0])
+        later = self._weights_later(c)
         bare, away = self.model.layers_of_one_copy(c), "activations" in kinds
         gathering = self.model.layers(c) if c.zero == 3 and c.data > 1 else None
         ends = bare[-1].kept if b == len(bare) else 0
@@ -296,6 +298,11 @@ class Bounds:
                 forward = max(forward, left.forward - own[1] + next_one - absent - ends)
                 backward = max(backward, (0 if later else left.backward + before - made) - ends)
         return forward, backward
+
+    def _weights_later(self, c: Candidate) -> bool:
+        """Return True if a backward pass leaves the gradients of weights for later."""
+        schedule, _ = self._pipeline(c)
+        return schedule is not None and any(i.op is Op.BACKWARD_WEIGHT for i in schedule.orders[0])
 
     def _shares(self, c: Candidate) -> bool:
         """Return True if buckets of gradients may be in memory that ranks of one host share."""

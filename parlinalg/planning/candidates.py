@@ -19,6 +19,7 @@ from parlinalg.schemes import for_mode
 from parlinalg.sequence import ORDERS
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import (
+    MOST_MICROBATCHES,
     DataParallelConfig,
     ParallelConfig,
     PipelineConfig,
@@ -255,9 +256,9 @@ def mode_of(tensor: TensorConfig) -> tuple[Any, dict[str, int]]:
 
 
 @cache
-def divisors(n: int) -> list[int]:
-    """Return the numbers that divide n, ascending."""
-    return sorted({a for a, _ in factorizations(n, 2)})
+def divisors(n: int, most: int | None = None) -> list[int]:
+    """Return the numbers that divide n, up to `most` if given, ascending."""
+    return [d for d in range(1, min(n, most or n) + 1) if n % d == 0]
 
 
 def given_offload(config: TrainingConfig) -> Offload:
@@ -388,7 +389,7 @@ class Space:
         if "schedule" in self.given or "gradient_accumulation" in self.given:
             count = self.config.microbatches(pipeline)
             return [count] if each % count == 0 else []
-        return [n for n in divisors(each) if n >= pipeline or pipeline == 1]
+        return [n for n in divisors(each, MOST_MICROBATCHES) if n >= pipeline or pipeline == 1]
 
     def _uneven_counts(self, each: int, pipeline: int) -> list[int]:
         """Return the numbers of microbatches of a batch that need not split evenly, of so many samples a data rank.
@@ -399,8 +400,8 @@ class Space:
         least = min(self.config.microbatches(pipeline), self.batch)  # training makes no microbatch without a sample
         if "schedule" in self.given or "gradient_accumulation" in self.given:
             return [least]
-        powers = (1 << k for k in range(each.bit_length()))
-        return sorted({least, *(n for n in (*divisors(self.batch), *powers) if least < n <= each)})
+        powers = (1 << k for k in range(MOST_MICROBATCHES.bit_length()))
+        return sorted({least, *(n for n in (*divisors(self.batch, MOST_MICROBATCHES), *powers) if least < n <= each)})
 
     def stages(self, data: int) -> list[int]:
         """Return the stages of ZeRO."""

@@ -37,7 +37,7 @@ from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.predictor import Held, Planned, Predictor
 from parlinalg.planning.traced_model import TracedModel, most_events
 from parlinalg.planning.training_plan import AS_FAST, TrainingPlan, shown_ratio, why_slower
-from parlinalg.train.config import TrainingConfig, override, parse, read
+from parlinalg.train.config import MOST_RANKS, TrainingConfig, override, parse, read
 from parlinalg.units import format_bytes, parse_bytes
 
 __all__ = ["plan_training"]
@@ -111,8 +111,8 @@ def plan_training(
         If no candidate can split the batch, or none fits the memory; the message says the least that would do.
     """
     began = perf_counter()
-    ranks, best = _whole("ranks", ranks), _whole("best", best)
-    global_batch = None if global_batch is None else _whole("global_batch", global_batch)
+    ranks, best = _whole("ranks", ranks, MOST_RANKS), _whole("best", best)
+    global_batch = None if global_batch is None else _whole("global_batch", global_batch, 1 << 53)
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(_named(checked) if machine is None else machine)
@@ -164,9 +164,11 @@ def _check_places(config: TrainingConfig, machine: Machine) -> None:
             )
 
 
-def _whole(name: str, value: object) -> int:
+def _whole(name: str, value: object, most: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         raise ConfigError(f"{name}={value!r}: a plan takes a whole number of at least 1")
+    if most is not None and value.__index__() > most:
+        raise ConfigError(f"{name}={value!r}: a plan takes at most {most:,}")
     return value.__index__()
 
 

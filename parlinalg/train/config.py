@@ -68,8 +68,9 @@ OTHER_DATA = {
 PARTITIONS = ("uniform", "parameters", "flops", "time")
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 LOW = ("bfloat16", "float16", "float32")
-_ranks = integer(1, 1_000_000)
-_count = integer(1, 100_000)
+MOST_RANKS, MOST_MICROBATCHES = 1_000_000, 100_000
+_ranks = integer(1, MOST_RANKS)
+_count = integer(1, MOST_MICROBATCHES)
 _seed = integer(0, (1 << 64) - 1)
 _positive = real(0, above=True)
 _size = Short(int, "size", "a number of ranks")
@@ -710,11 +711,11 @@ def read(path: str | Path) -> dict[str, Any]:
     file = _found(path)
     try:
         variables = runpy.run_path(str(file), run_name="parlinalg_config")
-    except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno if error.__traceback__ else 0
-        line = error.lineno or line if isinstance(error, SyntaxError) else line
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"the configuration {file} fails near line {line}: {what}") from error
+    except (Exception, SystemExit) as error:
+        lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(file)]
+        lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(file) else []
+        near = f" near line {lines[-1]}" if lines else ""
+        raise ConfigError(f"the configuration {file} fails{near}: {type(error).__name__}: {error}") from error
     return {name: value for name, value in variables.items() if not _aside(name, value)}
 
 

@@ -91,6 +91,19 @@ def test_bounds_of_memory_are_near_what_rests(form, near):
         assert near * full.bytes < least <= full.bytes
 
 
+@pytest.mark.parametrize(("schedule", "near"), [("1f1b", 0.85), ("zb-h1", 0.8), ("zb-v", 0.6)])
+def test_bounds_of_memory_where_weights_that_were_gathered_are_kept(schedule, near):
+    """2D keeps them for the backward pass; where gradients of weights come later they are gone when these are made."""
+    config = {"model": {"name": "mlp", "hidden": [36, 114, 53]}, "batch_size": 12, "zero": 2, "dtype": "float32"}
+    made = predictor(config, 8, "hosts_200mbit")
+    for microbatches in (2, 12):
+        c = candidate(
+            pipeline=2, tensor={"mode": "2d", "shape": (2, 2)}, zero=2, schedule=schedule, microbatches=microbatches
+        )
+        full = made.full(c).bytes
+        assert near * full < Bounds(made.model).within(c, full)[1] <= full
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera"])
 def test_activations_are_bounded_by_the_least_that_any_program_holds(schedule):
     """A chunk may need what it needs while it computes in its forward passes or in its backward ones: of all ways the

@@ -268,9 +268,8 @@ def test_the_error_of_one_rank_ends_all():
 # ------------------------------------------------------------------ memory and traces
 
 
-def measured(grid: Any, stage: int) -> tuple[int, int]:
+def measured(step: Callable[[], None]) -> tuple[int, int]:
     """Bytes of this rank's arrays of NumPy between two steps, and at the most within one."""
-    step = training(grid, stage)
     for _ in range(2):
         step()
     gc.collect()
@@ -288,17 +287,19 @@ SMALL = {
 }  # fmt: skip
 
 
-def training(grid: Any, stage: int) -> Callable[[], None]:
+def training(
+    grid: Any, stage: int, dtype: str = "float32", make: Callable[..., Any] = optim.AdamW
+) -> Callable[[], None]:
     scheme = schemes.discover()["zero3" if stage == 3 else "data"].SCHEME
     model = nn.GPT(
         vocab_size=1024, max_position_embeddings=16, hidden_size=192, num_hidden_layers=3, num_attention_heads=8,
-        scheme=scheme, grid=grid, dtype="float32", seed=1,
+        scheme=scheme, grid=grid, dtype=dtype, seed=1,
     )  # fmt: skip
     parameters = list(model.parameters())
     GradientReducer(parameters, [ZeRO(stage=stage)] if stage else [], 1 << 20, 1 << 20)
     if stage == 3:
         WeightGatherer(model)
-    optimizer = optim.AdamW(parameters, lr=1e-4)
+    optimizer = make(parameters, lr=1e-4)
     ids, targets = (
         pla.distribute(a, grid, model.ids_layout) for a in np.random.default_rng(0).integers(0, 1024, (2, 8, 16))
     )
@@ -317,16 +318,43 @@ def training(grid: Any, stage: int) -> Callable[[], None]:
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_is_what_numpy_takes(world, stage, monkeypatch):
+    compare_memory(world, partial(training, stage=stage), monkeypatch)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("name", ["muon", "muon/gram", "shampoo", "shampoo/newton", "shampoo/adam"])
+def test_memory_of_matrix_optimizers_is_what_numpy_takes(world, name, monkeypatch):
+    """Temporaries of the optimizers, and the copies of LAPACK's matrices in double precision."""
+    name, _, how = name.partition("/")
+    option = {"gram": "execution", "newton": "root", "adam": "grafting"}.get(how, "")
+    make = partial(optim.discover()[name], **({option: how} if option else {}))
+    if name == "shampoo":
+        make = partial(make, precondition_frequency=1)
+    compare_memory(world, partial(training, stage=0, make=make), monkeypatch)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_memory_of_16_bit_sums_is_what_numpy_takes(world, stage, monkeypatch):
+    """The terms that ranks exchange are held until the sums are waited for."""
+    make = partial(optim.SGD, momentum=0.9)
+    compare_memory(world, partial(training, stage=stage, dtype="bfloat16", make=make), monkeypatch)
+
+
+def compare_memory(world: Any, make: Callable[[Any], Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare what the arrays of a training on a grid take with what they take on imagined ranks."""
     monkeypatch.setenv("PARLINALG_SHARED", "0")  # what ranks have in common is not in tracemalloc's books
     with pla.Grid({"data": world.size}, world, "numpy") as grid:
-        training(grid, stage)()  # loops are compiled
+        make(grid)()  # loops are compiled
         tracemalloc.start()
         try:
-            rest, peak = measured(grid, stage)
+            rest, peak = measured(make(grid))
         finally:
             tracemalloc.stop()
-    with pla.imagine(world.size, world.rank, node=world.local_size) as found:
-        step = training(pla.Grid({"data": world.size}), stage)
+    with pla.imagine(world.size, world.rank, node=world.local_size, what_if=pla.WhatIf()) as found:
+        step = make(pla.Grid({"data": world.size}))
         for _ in range(2):
             step()
         gc.collect()
@@ -335,6 +363,31 @@ def test_memory_is_what_numpy_takes(world, stage, monkeypatch):
         step()
     assert held == pytest.approx(rest, rel=0.03)
     assert found.peak_memory == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex64"])
+@pytest.mark.parametrize("shape", [(200, 200), (300, 150), (150, 300)], ids=str)
+@pytest.mark.parametrize("name", ["qr", "svd", "eigh", "inv", "cholesky"])
+def test_memory_of_factorizations_is_what_numpy_takes(name, shape, dtype):
+    """NumPy copies what is not in double precision, and QR its matrix."""
+    a = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    options = {"full_matrices": False} if name == "svd" else {}
+    if name not in ("qr", "svd"):
+        a = (a @ a.T + 10 * len(a) * np.eye(len(a))).astype(dtype)
+    tracemalloc.start()
+    try:
+        found = getattr(np.linalg, name)(a, **options)
+        real = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    with pla.imagine(1, what_if=pla.WhatIf()) as world:
+        b = pla.zeros(a.shape, grid=pla.Grid({"x": 1}), dtype=dtype).block
+        held = world.device.held
+        world.reset_peak()
+        again = getattr(world.device.xp.linalg, name)(b, **options)
+        assert world.peak_memory - held == pytest.approx(real, rel=0.03)
+    assert np.shape(found[0]) == again[0].shape
 
 
 @pytest.mark.serial

@@ -322,6 +322,12 @@ def test_files_that_are_missing_or_fail_are_named(tmp_path: Path) -> None:
     refused(lambda: load(file), "config.py", "line 2", "ZeroDivisionError")
     file.write_text("seed = = 1\n")
     refused(lambda: load(file), "line 1", "SyntaxError")
+    file.write_text("import sys\nsys.exit(3)\n")
+    refused(lambda: load(file), "config.py fails near line 2", "SystemExit: 3")
+    file.write_text("seed = 1\nfrom pathlib import Path\nPath('nowhere/else.txt').read_text()\n")
+    refused(lambda: load(file), "config.py fails near line 3", "FileNotFoundError")  # its own line, not pathlib's
+    file.write_text("seed = 1\0")
+    refused(lambda: load(file), "config.py fails: SyntaxError")
 
 
 def test_messages_have_no_traces_of_code() -> None:
