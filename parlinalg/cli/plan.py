@@ -160,15 +160,15 @@ def run(args: argparse.Namespace) -> int:
 def run_routine(args: argparse.Namespace) -> int:
     """Print the plan of a factorization."""
     from parlinalg.linalg.planner import plan_linalg
-    from parlinalg.planning.measure import machine
+    from parlinalg.planning.measure import measure_constants
 
     if len(args.size) > 2:
         raise ConfigError(f"a matrix has rows and columns; {len(args.size)} sizes are given")
-    constants, rate = machine(args.dtype) if args.measure else (None, None)
+    constants, rate = measure_constants(args.dtype) if args.measure else (None, None)
     plan = plan_linalg(
         args.routine, *args.size, ranks=args.ranks, sizes=None if args.grid is None else _grid(args.grid),
         sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
-        near=False if args.apart else None, machine=constants, rate=rate,
+        near=False if args.apart else None, constants=constants, rate=rate,
         depth=getattr(args, "depth", None), pivoting=getattr(args, "pivoting", False),
     )  # fmt: skip
     if speaks():
