@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array import DistArray, zeros
+from parlinalg.array import zeros
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
@@ -591,7 +592,7 @@ def trace_part(
     probe : bool
         True to trace also what blocks leave in memory if they offload their activations.
     elsewhere : bool
-        Whether values rest elsewhere, as of `Part.offloaded`: products keep none of these at work for a backward pass.
+        True if values rest elsewhere, as of `Part.offloaded`: layers gather these again in the backward pass.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -606,7 +607,9 @@ def trace_part(
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
         run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends, then)
         run.blocks = run.blocks if probe else []
-        run.elsewhere = [p for p in run.parameters if elsewhere and largest(p) >= SMALL]
+        for module in run.held.modules() if elsewhere else ():
+            if hasattr(module, "keep") and any(largest(p) >= SMALL for p in module._parameters.values()):
+                module.keep = module.keep.replace("w", "")
         return run.part(rows, given, update)
 
 
@@ -630,14 +633,27 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     return Mesh(grid, config, spec, topology)
 
 
-class _Elsewhere(DistArray):
-    """A value that products bring to work each time, as they do one that rests elsewhere."""
+class _Gatherer(WeightGatherer):
+    """A weight gatherer that tells a run of gathers that start, and of layers that a pass enters."""
 
-    __slots__ = ()
+    def __init__(self, run: _Run, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.run = run
 
-    @property
-    def resident(self) -> None:
-        return None
+    def begin(self, wants: Sequence[Want]) -> dict[Want, Move]:
+        device = self.run.world.device
+        before = device.held
+        moves = super().begin(wants)
+        self.run.gathers.append(device.held - before)
+        return moves
+
+    def enter(self, backward: bool, block: int) -> None:
+        super().enter(backward, block)
+        self.run.entered(self, backward)
+
+    def layers(self, backward: bool) -> int:
+        """Return how many layers have weights that are gathered ahead in such a pass."""
+        return len({at.block for at in self.known if at.backward is backward})
 
 
 class _Layers(ModuleList):
@@ -671,7 +687,9 @@ class _Run:
         self.left = [p for p in self.parameters if any(p is self.ties[i] for i in left)]
         self.updated = [p for p in self.parameters if all(p is not other for other in self.left)]
         chunks = [self.updated, [p for p in self.updated if any(p is self.ties[i] for i in shared)]]
-        self.reducer = reducer_for(config, mesh.grid, self.held, chunks) if self.updated else None
+        self.reducer = (
+            reducer_for(config, mesh.grid, self.held, chunks, partial(_Gatherer, self)) if self.updated else None
+        )
         if self.left and self.reducer is not None:
             GradientReducer(self.left, self.reducer.handlers, dtype=self.reducer.dtype)
         self.optimizer = optimizer_for(config, None, self.updated, model, mesh.grid)
@@ -680,11 +698,10 @@ class _Run:
         self.output: Between | None = None
         self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
-        self.elsewhere: list[Parameter] = []
         self.gathers: list[int] = []
         """Bytes of the gathers that a microbatch starts together."""
-        if self.gatherer is not None:
-            self._watch(self.gatherer)
+        self.gathering = False
+        """True to let the peak begin anew at each layer whose weights are gathered ahead; `begun` is the one before."""
         order = mesh.spec.token_order(inputs.length) if inputs.language else None
         found = [(int(p.storage.nbytes(p.data).value), largest(p) < SMALL) for p in self.parameters]
         self.largest = max((n for n, _ in found), default=0)
@@ -715,7 +732,7 @@ class _Run:
                 recorder, world.device.recorder = world.device.recorder, None
                 self.microbatch(rows, given, sync=False)  # which adds to gradients
                 passes, calm = max(passes, world.peak_memory), max(calm, world.peak_memory)
-                if self.then.again[True] and self._gathered(backward=True) == 1:  # its weights stay
+                if self.then.again[True] and self._lone():  # its weights stay
                     calm = passes
                 pending, late = self.deferred(rows, given, rest, kept)
                 if self.gatherer is not None and self.then != ALONE:
@@ -760,14 +777,14 @@ class _Run:
             array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
             sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             0 if self.gatherer is None else self.gatherer.first_gathers, gathered, calm, late, ending,
-            left, loads=self.loads(), lone=self._gathered(backward=True) == 1,
+            left, loads=self.loads(), lone=self._lone(),
         )  # fmt: skip
 
     @property
-    def gatherer(self) -> WeightGatherer | None:
+    def gatherer(self) -> _Gatherer | None:
         """The gatherer of the weights, with ZeRO's stage 3."""
         found = next((p.storage.gatherer for p in self.parameters), None)
-        return found if isinstance(found, WeightGatherer) else None
+        return found if isinstance(found, _Gatherer) else None
 
     def loads(self) -> tuple[tuple[int | None, Load], ...]:
         """Return the loads of gradients whose sums a backward pass forms, with the numbers of those that are tied."""
@@ -811,18 +828,6 @@ class _Run:
             probe.place(self.blocks)
             yield probe
 
-    def _watch(self, gatherer: WeightGatherer) -> None:
-        """Note the bytes of what is gathered ahead."""
-        begin, device = gatherer.begin, self.world.device
-
-        def noted(wants: Sequence[Want]) -> dict[Want, Move]:
-            before = device.held
-            moves = begin(wants)
-            self.gathers.append(device.held - before)
-            return moves
-
-        gatherer.begin = noted  # type: ignore[method-assign]
-
     def _peak(self) -> int:
         """Return the peak of what ran within `_gathering`.
 
@@ -835,43 +840,36 @@ class _Run:
         gatherer, found = self.gatherer, 0
         if gatherer is None:
             return 0
-        if self.then.again[True] and self._gathered(backward=True) != 1:
+        if self.then.again[True] and not self._lone():
             found = self.ahead
         for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if self.then.other else ():
             if key in self.then.other:
                 found = max(found, gatherer.at_work(_parameters(layer)))
         return found
 
-    def _gathered(self, backward: bool) -> int:
-        """Return how many layers have weights that are gathered ahead in such a pass."""
-        known = () if self.gatherer is None else self.gatherer.known
-        return len({at.block for at in known if at.backward is backward})
+    def _lone(self) -> bool:
+        """Return True if one layer alone has weights that are gathered ahead in a backward pass."""
+        return self.gatherer is not None and self.gatherer.layers(backward=True) == 1
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Let the peak begin anew at each layer, if weights are gathered ahead; `begun` is the peak before.
-
-        Those of a pass through one layer alone stay gathered for the next pass, if it may be another one of these.
-        """
-        world, gatherer = self.world, self.gatherer
-        self.begun = 0
-        if gatherer is None:
-            yield
-            return
-        enter = gatherer.enter
-
-        def entered(backward: bool, block: int) -> None:
-            enter(backward, block)
-            self.begun = max(self.begun, world.peak_memory)
-            world.reset_peak()
-            if self.then.again[backward] and self._gathered(backward) == 1:
-                for visit in (v for at, v in gatherer.known.items() if (at.backward, at.block) == (backward, block)):
-                    visit.wants = (*visit.wants, *dict.fromkeys(visit.wants))
-
-        gatherer.enter = entered  # type: ignore[method-assign]
+        """Let the peak begin anew at each layer whose weights are gathered ahead; `begun` is the peak before."""
+        self.begun, self.gathering = 0, True
         yield
-        del gatherer.enter
-        gatherer.drop()
+        self.gathering = False
+        if self.gatherer is not None:
+            self.gatherer.drop()
+
+    def entered(self, gatherer: _Gatherer, backward: bool) -> None:
+        """Note the peak before a layer that a pass enters.
+
+        The weights of a pass through one layer alone stay gathered, if the next pass may be another one of these.
+        """
+        if self.gathering:
+            self.begun = max(self.begun, self.world.peak_memory)
+            self.world.reset_peak()
+            if self.then.again[backward] and gatherer.layers(backward) == 1:
+                gatherer.retain()
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -968,13 +966,8 @@ class _Run:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        values = [p.data for p in self.elsewhere]
-        for p in self.elsewhere:
-            p.data = _Elsewhere(p.block, p.shape, p.layout, p.grid, p.data.order)
         with training_step(0), added_losses(True), using_positions(self.positions):
             yield
-        for p, data in zip(self.elsewhere, values, strict=True):
-            p.data = data
 
     def _targets(self, rows: int) -> Any:
         return self.inputs.targets(self.model, rows, self.grid) if self.last else None
