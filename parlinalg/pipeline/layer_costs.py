@@ -27,7 +27,7 @@ def parameters_of(layers: Sequence[Layer]) -> list[float]:
     """Return the elements of the parameters of each layer, on all ranks together; known before they are made."""
     found = []
     for layer in layers:
-        held = {id(p): p for own in layer.modules for m in own.modules() for p in m._parameters.values()}
+        held = {id(p): p for m in layer.all_modules() for p in m._parameters.values()}
         found.append(float(sum(math.prod(p.shape) for p in held.values() if not is_buffer(p))))
     return found
 
@@ -57,8 +57,7 @@ def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list
         return [float(f) for f in known(1, length)]
     found = []
     for layer in layers:
-        modules = {id(m): m for own in layer.modules for m in own.modules()}
-        found.append(6.0 * sum(m.multiplications for m in modules.values()))
+        found.append(6.0 * sum(m.multiplications for m in layer.all_modules()))
     if not any(found):
         raise ConfigError(
             f"partition='flops': no layer of {type(model).__name__} has products that are known, and the model no "
@@ -84,8 +83,8 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
     """
     found, x = [], sample
     for layer in layers:
-        modules = {id(m): m for own in layer.modules for m in own.modules()}
-        bare = [m for m in modules.values() if not all(isinstance(p, Parameter) for p in m._parameters.values())]
+        modules = layer.all_modules()
+        bare = [m for m in modules if not all(isinstance(p, Parameter) for p in m._parameters.values())]
         model.initialize(model.seed, only=bare)
         best, y = math.inf, None
         for i in range(ROUNDS + 1):
@@ -98,7 +97,7 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
                 backward_of(tree_flatten(y)[1])
             if i:
                 best = min(best, perf_counter() - began)
-        for m in modules.values():
+        for m in modules:
             for p in m._parameters.values():
                 if isinstance(p, Parameter):
                     p.grad = None

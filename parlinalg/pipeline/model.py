@@ -83,13 +83,8 @@ class Stage:
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules of its layers and all within them, each once, with their names in the whole model."""
-        seen: set[int] = set()
-        for layer in self.layers:
-            for own in layer.modules:
-                for module in own.modules():
-                    if id(module) not in seen:
-                        seen.add(id(module))
-                        yield self._names[id(module)], module
+        found = {id(m): m for layer in self.layers for m in layer.all_modules()}
+        yield from ((self._names[key], module) for key, module in found.items())
 
     def modules(self) -> Iterator[Module]:
         """Yield the modules of its layers and all within them, each once."""
@@ -472,7 +467,7 @@ def inventory_of(model: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[st
     known = {id(module) for module in model.modules()}
     for number, part in parts.items():
         for layer in part:
-            for module in (m for own in layer.modules for m in own.modules()):
+            for module in layer.all_modules():
                 if id(module) not in known:
                     raise ConfigError(
                         f"layer {layer.name!r} of {type(model).__name__} uses a {type(module).__name__} that is not in "

@@ -152,8 +152,8 @@ class Then(NamedTuple):
 ALONE = Then()
 
 
-class Between(NamedTuple):
-    """The output of a layer, which the next one takes."""
+class LayerOutput(NamedTuple):
+    """An array that a layer gives to the next one."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -238,7 +238,7 @@ class Part:
     calm : int
         The same, while no gathers of another backward pass are in flight.
     ending : Ending
-    output : Between or None
+    output : LayerOutput or None
         None of the last layer.
     message : int
         Bytes of the output's block.
@@ -287,7 +287,7 @@ class Part:
     kept: int
     pending: int
     peak: int
-    output: Between | None
+    output: LayerOutput | None
     message: int
     away: int = 0
     array: int = 0
@@ -525,7 +525,7 @@ def ties(model: Any) -> list[frozenset[int]]:
 
 def _parameters(layer: Layer) -> list[Any]:
     """Return the parameters of a layer, declared or made."""
-    return [p for own in layer.modules for m in own.modules() for p in m._parameters.values()]
+    return [p for m in layer.all_modules() for p in m._parameters.values()]
 
 
 def _layers(model: Any) -> list[Layer]:
@@ -556,9 +556,9 @@ def busiest(spec: MeshSpec) -> int:
 
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
-    skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(), ends: bool = False,
-    then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
+    skip: tuple[int, int] = (0, 0), given: LayerOutput | None = None, stage: int = 0, node: int = 8,
+    target: str = "cpu", update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
+    ends: bool = False, then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -573,7 +573,7 @@ def trace_part(
         The first layer and the one after the last; by default all.
     skip : pair of int
         Of them the first that is left out and the one after the last left out: those around them pass on the same.
-    given : Between, optional
+    given : LayerOutput, optional
         The output of the layer before, unless these are the first.
     stage : int
         The pipeline rank that has them.
@@ -677,7 +677,7 @@ class _Run:
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
         self.first, self.last, self.grid, self.then = first, last, mesh.grid, then
         self.alone = mesh.topology.size == 1
-        modules = {id(m): m for layer in layers for own in layer.modules for m in own.modules()}
+        modules = {id(m): m for layer in layers for m in layer.all_modules()}
         before = world.device.held
         model.initialize(config.seed, only=list(modules.values()))
         own = list({id(m): m for layer in layers for m in layer.modules}.values())
@@ -695,7 +695,7 @@ class _Run:
         self.optimizer = optimizer_for(config, None, self.updated, model, mesh.grid)
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
-        self.output: Between | None = None
+        self.output: LayerOutput | None = None
         self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
         self.gathers: list[int] = []
@@ -710,7 +710,7 @@ class _Run:
         self.blocks = [b for b in blocks if next(iter(b.parameters()), None) is not None]
         self.positions = None if order is None else BatchPositions(order)
 
-    def part(self, rows: int, given: Between | None, update: bool) -> Part:
+    def part(self, rows: int, given: LayerOutput | None, update: bool) -> Part:
         world, span = self.world, self.world.span
         gradients = states = pending = after = 0
         change = update_for(self.config, self.optimizer)
@@ -727,7 +727,7 @@ class _Run:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
             forward, backward, *_ = *self.gathers, 0, 0
-            passes, calm, gathered = self._peak(), max(self.begun, world.peak_memory), (forward, backward)
+            passes, calm = self._peak(), max(self.begun, world.peak_memory)
             if update and not self.alone:
                 recorder, world.device.recorder = world.device.recorder, None
                 self.microbatch(rows, given, sync=False)  # which adds to gradients
@@ -737,7 +737,8 @@ class _Run:
                 pending, late = self.deferred(rows, given, rest, kept)
                 if self.gatherer is not None and self.then != ALONE:
                     then, self.then = self.then, ALONE
-                    late = Late(*late[:3], *self.deferred(rows, given, rest, kept)[1][1:3])
+                    _, calm_late = self.deferred(rows, given, rest, kept)
+                    late = late._replace(calm_inputs=calm_late.inputs, calm_weights=calm_late.weights)
                     self.then = then
                 away, array, left = self.offloaded(rows, given, update, rest, 0)
                 world.device.recorder = recorder
@@ -758,14 +759,7 @@ class _Run:
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         ending = Ending()
         if update and not self.alone:
-            ending = self.ending(rows, given, rest, after, late.weights + pending)
-            if left is not None:
-                whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
-                last = Ending(whole, max(whole, later), ending.sums)
-                if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
-                    with self._probe():
-                        last = self.ending(rows, given, rest, after, later)
-                left = left._replace(ending=last)
+            ending, left = self._endings(rows, given, rest, after, late.weights + pending, left)
             after = 0
         else:
             if not update:
@@ -773,11 +767,13 @@ class _Run:
                 pending, late = self.deferred(rows, given, rest, kept)
             away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
-            trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
-            array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
-            sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
-            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, calm, late, ending,
-            left, loads=self.loads(), lone=self._lone(),
+            trace=trace, weights=self.weights, gradients=gradients, states=states, kept=kept, pending=pending,
+            peak=max(passes, after), output=self.output, message=self.message, away=away, array=array,
+            largest=self.largest, small=self.small, count=len(self.parameters), recorded=self.recorded(),
+            settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
+            ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
+            first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
+            calm=calm, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
         )  # fmt: skip
 
     @property
@@ -799,7 +795,7 @@ class _Run:
         return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
     def offloaded(
-        self, rows: int, given: Between | None, update: bool, rest: int, after: int
+        self, rows: int, given: LayerOutput | None, update: bool, rest: int, after: int
     ) -> tuple[int, int, Left | None]:  # fmt: skip
         """Run a microbatch that offloads the activations of the blocks, if there are any; return the bytes that it puts
         away, those of the largest array, and what is left in memory.
@@ -877,7 +873,7 @@ class _Run:
             self.reducer.settle()
         settle(self.updated)
 
-    def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
+    def microbatch(self, rows: int, given: LayerOutput | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
         targets, held, span = self._targets(rows), self.world.device.held, self.world.span
         self.gathers.clear()
@@ -894,7 +890,7 @@ class _Run:
                 self.away, forward = probe.nbytes, self.world.peak_memory
                 self.world.reset_peak()
             if not self.last:
-                self.output, self.message = Between(y.shape, y.layout, y.dtype.name), size
+                self.output, self.message = LayerOutput(y.shape, y.layout, y.dtype.name), size
             del y
             with span("backward"), _syncing(sync):
                 if self.last:
@@ -905,7 +901,7 @@ class _Run:
                 self.peaks = forward, self.world.peak_memory
         return kept
 
-    def ending(self, rows: int, given: Between | None, rest: int, after: int, later: int) -> Ending:
+    def ending(self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int) -> Ending:
         """Return the `Ending`, by such a microbatch if sums of gradients take memory in the last one alone.
 
         `after` is the peak of what follows, `later` those beside `rest` of gradients of weights that come last.
@@ -926,6 +922,20 @@ class _Run:
         whole = max(after, self.world.peak_memory - rest)
         return Ending(whole, max(whole, later), sums)
 
+    def _endings(
+        self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int, left: Left | None
+    ) -> tuple[Ending, Left | None]:  # fmt: skip
+        """Return the `Ending`, and `left` with the one where the activations of blocks are offloaded."""
+        ending = self.ending(rows, given, rest, after, later)
+        if left is None:
+            return ending, None
+        whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
+        last = Ending(whole, max(whole, later), ending.sums)
+        if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
+            with self._probe():
+                last = self.ending(rows, given, rest, after, later)
+        return ending, left._replace(ending=last)
+
     def _unit(self, x: Any, y: Any, root: Any) -> tuple[InFlight, list[Any]]:
         """Return a microbatch between its passes, and the gradients of its outputs."""
         unit = InFlight(self.grid, [x] if isinstance(x, Tensor) else [], [] if self.last else [y])
@@ -935,7 +945,7 @@ class _Run:
         return unit, [zeros(y.shape, self.grid, y.layout, y.dtype).block]
 
     def deferred(
-        self, rows: int, given: Between | None, rest: int, kept: int, probe: ActivationProbe | None = None
+        self, rows: int, given: LayerOutput | None, rest: int, kept: int, probe: ActivationProbe | None = None
     ) -> tuple[int, Late]:  # fmt: skip
         """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
 
@@ -978,7 +988,7 @@ class _Run:
             y = layer.forward(y)
         return y, self.criterion(y, targets)[0] if self.last else y
 
-    def _given(self, rows: int, given: Between | None) -> Any:
+    def _given(self, rows: int, given: LayerOutput | None) -> Any:
         if self.first:
             return self.inputs.first(self.model, rows, self.grid, self.config.model_dtype)
         assert given is not None
