@@ -22,7 +22,7 @@ from parlinalg.layout import coordinates, index_of
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline.build import from_pretrained, open_meshes
-from parlinalg.pipeline.partition import by_hand, share_layers
+from parlinalg.pipeline.partition import block_partition, given_partition
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.topology import PipelineTopology, arrange
@@ -125,8 +125,8 @@ class MeshSpec:
             return None
         layers = [Layer(str(i), lambda x: x, (), i in (0, depth + 1)) for i in range(depth + 2)]
         if isinstance(self.partition, str):
-            return share_layers(layers, self.schedule.stages)
-        return by_hand(self.partition, layers, self.schedule.stages)
+            return block_partition(layers, self.schedule.stages)
+        return given_partition(self.partition, layers, self.schedule.stages)
 
     @property
     def ring(self) -> int:
