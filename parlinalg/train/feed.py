@@ -306,7 +306,8 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
         if isinstance(data_iter, Pass) and (reported := data_iter.feed.reported()) > data_iter.given:
             raise EngineError(
                 f"epoch {data_iter.epoch} of the dataloader ends{given}, and its len() is {reported}: let __len__ "
-                "return the batches that each iteration gives, and each iter() of it begin anew, unlike that of an iterator"
+                "return the batches that each iteration gives, and each iter() of it begin anew, unlike that of an "
+                "iterator"
             ) from None
         raise EngineError(
             f"data_iter ends{given}, and a step needs another batch: make at most len(train_dataloader) steps of an "
