@@ -242,11 +242,8 @@ class Checkpoints:
         if self._pending is None:
             return
         flag = np.array([self._pending.file.writing], np.int32)
-        books, self.comm.books = self.comm.books, []  # the ledger is about the training
-        try:
+        with self.comm.uncounted():
             self.comm.all_reduce(flag, op="max")
-        finally:
-            self.comm.books = books
         if not flag[0]:
             self._complete()
 
