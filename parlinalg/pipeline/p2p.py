@@ -211,7 +211,7 @@ class P2P:
         tables, inputs = zip(*(everyone[ranks[0]] for ranks in topology.ranks), strict=True)
         edges = {
             Edge(chunk.stage, chunk.copy): role
-            for held, found in zip(model.chunks_of_ranks, inputs, strict=True)
+            for held, found in zip(model.schedule.chunks, inputs, strict=True)
             for chunk, role in zip(held, found, strict=True)
         }
         for edge in sorted(edges, reverse=True):  # a stage without products gives the next one what it takes

@@ -268,7 +268,7 @@ class Checkpoints:
             On all ranks, if a file could not be written on any, or checkpoints were taken away meanwhile.
         """
         if lost := self.close():
-            raise removed(str(self.folder), lost)
+            raise removal_error(str(self.folder), lost)
 
     def close(self) -> list[str]:
         """Wait for a save in flight, complete it, and leave the folder to others.  Collective.
@@ -480,7 +480,7 @@ class Checkpoints:
             raise CheckpointError(str(error)) from None
 
 
-def removed(folder: str, gone: Sequence[str]) -> CheckpointError:
+def removal_error(folder: str, gone: Sequence[str]) -> CheckpointError:
     """Return the error that says that files of a folder are gone."""
     return CheckpointError(
         f"{folder} was removed or changed while the training ran: {', '.join(gone)} {'are' if len(gone) > 1 else 'is'} "
