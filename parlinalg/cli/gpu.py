@@ -6,7 +6,7 @@ import argparse
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -285,17 +285,14 @@ def _collectives(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
             continue
         for op in CALLS:
             wrong = [dtype for dtype in exact if not collective_is_right(way, backend, op, dtype)]
-            yield ReportRow("collectives", f"{name}, {op}", "exact" if not wrong else "", _differs(wrong))
+            problem = f"wrong values in {', '.join(wrong)}" if wrong else ""
+            yield ReportRow("collectives", f"{name}, {op}", "" if wrong else "exact", problem)
         if way.size > 1:
             for op, seconds, rate in collectives(way, backend):
                 text = f"8 B {seconds * 1e6:.1f} µs, {format_bytes(BANDWIDTH_BYTES)} {rate / 1e9:.2f} GB/s received"
                 yield ReportRow("collectives", f"{name}, {op}", text)
         if way is not comm:
             way.free()
-
-
-def _differs(dtypes: Sequence[str]) -> str:
-    return f"wrong values in {', '.join(dtypes)}" if dtypes else ""
 
 
 def collective_is_right(comm: Comm, backend: Backend, op: str, dtype: str) -> bool:

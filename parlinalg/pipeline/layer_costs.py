@@ -90,7 +90,8 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
         for i in range(ROUNDS + 1):
             form, inputs = tree_flatten(x)
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
-            whole = tree_unflatten(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
+            bare = isinstance(x, DistArray)  # ids, as the layer takes them
+            whole = tree_unflatten(form, [t.data if bare and not t.requires_grad else t for t in leaves])
             began = perf_counter()
             with no_sync(), training_step(0), buffers_kept(model):
                 y = layer.forward(whole)
@@ -107,11 +108,6 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
         found.append(best)
     everyone = np.array(world.share(found, others="alike"))
     return [float(t) for t in everyone.max(0)]
-
-
-def _plain(tensor: Tensor, given: Any) -> Any:
-    """Return ids as the layer takes them: an array where the sample is one."""
-    return tensor.data if isinstance(given, DistArray) else tensor
 
 
 def backward_of(outputs: Sequence[Tensor]) -> None:

@@ -881,7 +881,7 @@ class _Run:
         with self._training():
             with span("forward"):
                 y, root = self._forward(x.pop(), targets)  # nothing else keeps what is given
-            size = _nbytes(y)
+            size = int(y.data.block.nbytes)
             if self.gatherer is not None:
                 self.gatherer.drop()
             self.ahead = self.gathers[-1] if self.gatherer is not None and self.gatherer.ahead else 0
@@ -892,7 +892,7 @@ class _Run:
             if not self.last:
                 self.output, self.message = LayerOutput(y.shape, y.layout, y.dtype.name), size
             del y
-            with span("backward"), _syncing(sync):
+            with span("backward"), nullcontext() if sync else no_sync():
                 if self.last:
                     (root * 1.0).backward()
                 else:
@@ -994,11 +994,3 @@ class _Run:
         assert given is not None
         data = zeros(given.shape, self.grid, given.layout, dtype_named(given.dtype))
         return Tensor(data, requires_grad=True)
-
-
-def _syncing(sync: bool) -> AbstractContextManager[Any]:
-    return nullcontext() if sync else no_sync()
-
-
-def _nbytes(y: Any) -> int:
-    return int(y.data.block.nbytes)

@@ -336,15 +336,12 @@ class _Search:
                 before = self.model.traces
                 if self._full(c) is None and self.model.traces == before:  # others' traces say that it does not fit
                     self.in_full.discard(c)
-            elif (found := self._asked(c, self._bounded)) is not None:
+            elif (found := self._asked(c, lambda c: self.bounds.within(c, self.memory))) is not None:
                 seconds, need = found
                 if need > self.memory:
                     self.too_full.append((need, c, -1))
                 else:
                     heapq.heappush(heap, (seconds, 1, n, c))
-
-    def _bounded(self, c: Candidate) -> tuple[float, int]:
-        return self.bounds.within(c, self.memory)
 
     def _reach(self) -> None:
         """Estimate the likeliest candidates and those near the fastest of them, and trace the first in full.
