@@ -97,7 +97,7 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
     names = {id(p): name for name, p in parameters.items()}
     resident = isinstance(optimizer.flat.states, InMemory)
     homes = optimizer.home_states()
-    for p in (each.parameter for each in (*entries, *homes)):
+    for p in (*(e.parameter for e in entries), *(home.parameter for home in homes)):
         if id(p) not in names:
             raise ConfigError(f"the optimizer has the parameter {p.name!r}, which is not one of the model's")
     for entry in entries:
