@@ -90,8 +90,8 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
         for i in range(ROUNDS + 1):
             form, inputs = tree_flatten(x)
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
-            bare = isinstance(x, DistArray)  # ids, as the layer takes them
-            whole = tree_unflatten(form, [t.data if bare and not t.requires_grad else t for t in leaves])
+            arrays = isinstance(x, DistArray)  # ids, as the layer takes them
+            whole = tree_unflatten(form, [t.data if arrays and not t.requires_grad else t for t in leaves])
             began = perf_counter()
             with no_sync(), training_step(0), buffers_kept(model):
                 y = layer.forward(whole)
