@@ -6,12 +6,13 @@ import argparse
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from parlinalg.array.create import dtype_named
 from parlinalg.backend import Backend, cuda, select_backend
 from parlinalg.backend.blas import gemm_rate, gemm_side
 from parlinalg.backend.kernels import examples, samples
@@ -192,19 +193,11 @@ def _dtypes() -> list[str]:
     found = []
     for name in cuda.DTYPES:
         try:
-            _dtype(name)
+            dtype_named(name)
         except ImportError:
             continue
         found.append(name)
     return found
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def timed(backend: Backend, call: Callable[[], Any]) -> float:
@@ -228,7 +221,7 @@ def error_of(check: Check, backend: Backend, dtype: str) -> tuple[float, float, 
 
     NumPy computes from the same rounded inputs, in float64; differences are relative to the largest element.
     """
-    kind = _dtype(dtype)
+    kind = dtype_named(dtype)
     given = [a.astype(kind) if a.dtype.kind == "f" else a for a in check.inputs]
     blocks = [backend.from_host(a) for a in given]
     found = check(*blocks)
@@ -252,7 +245,7 @@ def _eps(dtype: str) -> float:
 def kernel_rows(backend: Backend, rows: int) -> Iterator[ReportRow]:
     """Yield how far each kernel is from NumPy in each dtype, and its rate."""
     for dtype in _dtypes():
-        fused = cuda.ready(backend.zeros(1, _dtype(dtype)))
+        fused = cuda.ready(backend.zeros(1, dtype_named(dtype)))
         yield ReportRow("kernels", dtype, "CUDA kernels are compiled" if fused else "unfused: no CUDA compiler here")
         for check in kernel_checks(rows):
             what, problem = f"  {check.name}", ""
@@ -292,7 +285,8 @@ def _collectives(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
             continue
         for op in CALLS:
             wrong = [dtype for dtype in exact if not collective_is_right(way, backend, op, dtype)]
-            yield ReportRow("collectives", f"{name}, {op}", "exact" if not wrong else "", _differs(wrong))
+            problem = f"wrong values in {', '.join(wrong)}" if wrong else ""
+            yield ReportRow("collectives", f"{name}, {op}", "" if wrong else "exact", problem)
         if way.size > 1:
             for op, seconds, rate in collectives(way, backend):
                 text = f"8 B {seconds * 1e6:.1f} µs, {format_bytes(BANDWIDTH_BYTES)} {rate / 1e9:.2f} GB/s received"
@@ -301,13 +295,9 @@ def _collectives(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
             way.free()
 
 
-def _differs(dtypes: Sequence[str]) -> str:
-    return f"wrong values in {', '.join(dtypes)}" if dtypes else ""
-
-
 def collective_is_right(comm: Comm, backend: Backend, op: str, dtype: str) -> bool:
     """Return True if a collective of uneven pieces of whole numbers gives the exact answer here.  Collective."""
-    kind = _dtype(dtype)
+    kind = dtype_named(dtype)
     counts = [3 * rank + 1 for rank in range(comm.size)]
     right, out = CALLS[op](comm, counts, lambda array: backend.from_host(np.asarray(array).astype(kind)))
     backend.synchronize()
@@ -364,7 +354,7 @@ def _products(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
     a, b = rng.standard_normal((513, 700)), rng.standard_normal((700, 259))
     with Grid({"r": rows, "c": columns}, comm, backend.name) as grid:
         for dtype in _dtypes():
-            kind = _dtype(dtype)
+            kind = dtype_named(dtype)
             A, B = (distribute(m.astype(kind), grid, Layout("r", "c")) for m in (a, b))
             product = (A @ B).gather().astype(np.float64)
             right = a.astype(kind).astype(np.float64) @ b.astype(kind).astype(np.float64)

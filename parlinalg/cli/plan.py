@@ -27,6 +27,15 @@ def add(commands: Commands) -> None:
         "run, except by --measure.",
     )  # fmt: skip
     what = plan.add_subparsers(metavar="WHAT", required=True)
+    _add_matmul(what)
+    _add_train(what)
+    for name, matrix in ROUTINES.items():
+        _add_routine(what, name, matrix)
+    _add_elementwise(what)
+
+
+def _add_matmul(what: Commands) -> None:
+    """Add `parlinalg plan matmul`."""
     matmul = what.add_parser(
         "matmul", help="the grid and kernel for C[M, N] = A[M, K] B[K, N]",
         description="Print the grid that moves the fewest words for C[M, N] = A[M, K] B[K, N], these words and their "
@@ -37,46 +46,50 @@ def add(commands: Commands) -> None:
     matmul.add_argument("--ranks", "-p", type=int, required=True, metavar="P", help="the ranks there are")
     matmul.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
     matmul.add_argument("--dtype", default="float64", help="of A, B and C (default: %(default)s)")
-    matmul.set_defaults(run=run)
+    matmul.set_defaults(run=run_matmul)
     matmul.add_argument(
         "--machine", metavar="NAME|FILE",
         help="also predict times on a machine: a shipped one, such as a100, or a .toml file",
     )  # fmt: skip
-    _add_train(what)
-    for name, matrix in ROUTINES.items():
-        routine = what.add_parser(
-            name, help=f"the grid and the tiles for {matrix}",
-            description=f"Print the grid and the tiles for {matrix}, the words, calls and memory of a rank, and the "
-            "time by a model with the constants of parlinalg.tunables, or with measured ones (--measure).",
+
+
+def _add_routine(what: Commands, name: str, matrix: str) -> None:
+    """Add `parlinalg plan` for a factorization."""
+    routine = what.add_parser(
+        name, help=f"the grid and the tiles for {matrix}",
+        description=f"Print the grid and the tiles for {matrix}, the words, calls and memory of a rank, and the "
+        "time by a model with the constants of parlinalg.tunables, or with measured ones (--measure).",
+    )  # fmt: skip
+    routine.add_argument(
+        "size", metavar="N", type=int, nargs="+", help="rows and columns: one number of a square matrix, else two"
+    )
+    ranks = routine.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("--ranks", "-p", type=int, metavar="P", help="the ranks there are")
+    ranks.add_argument("--grid", metavar="r=2,c=2", help="the axes of a grid and their sizes: plan for this one")
+    if name in ("solve", "lstsq"):
+        routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
+    routine.add_argument("--block", type=int, metavar="B", help="rows and columns of a tile (default: the least time)")
+    if name == "qr":
+        routine.add_argument(
+            "--pivoting", action="store_true", help="with column pivoting, A[:, p] = Q R, which takes no --block"
+        )
+    if name in ("cholesky", "lu", "solve"):
+        routine.add_argument(
+            "--depth", type=int, metavar="D", help="layers of ranks that hold the whole matrix (2.5D)"
         )  # fmt: skip
-        routine.add_argument(
-            "size", metavar="N", type=int, nargs="+", help="rows and columns: one number of a square matrix, else two"
-        )
-        ranks = routine.add_mutually_exclusive_group(required=True)
-        ranks.add_argument("--ranks", "-p", type=int, metavar="P", help="the ranks there are")
-        ranks.add_argument("--grid", metavar="r=2,c=2", help="the axes of a grid and their sizes: plan for this one")
-        if name in ("solve", "lstsq"):
-            routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
-        routine.add_argument(
-            "--block", type=int, metavar="B", help="rows and columns of a tile (default: the least time)"
-        )
-        if name == "qr":
-            routine.add_argument(
-                "--pivoting", action="store_true", help="with column pivoting, A[:, p] = Q R, which takes no --block"
-            )
-        if name in ("cholesky", "lu", "solve"):
-            routine.add_argument(
-                "--depth", type=int, metavar="D", help="layers of ranks that hold the whole matrix (2.5D)"
-            )  # fmt: skip
-        routine.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
-        routine.add_argument("--dtype", default="float64", help="of the matrix (default: %(default)s)")
-        routine.add_argument(
-            "--apart", action="store_true", help=f"the ranks share no memory (default: up to {FEW} ranks share it)"
-        )
-        routine.add_argument(
-            "--measure", action="store_true", help="measure products, and under mpiexec latency and bandwidth"
-        )
-        routine.set_defaults(run=run_routine, routine=name)
+    routine.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
+    routine.add_argument("--dtype", default="float64", help="of the matrix (default: %(default)s)")
+    routine.add_argument(
+        "--apart", action="store_true", help=f"the ranks share no memory (default: up to {FEW} ranks share it)"
+    )
+    routine.add_argument(
+        "--measure", action="store_true", help="measure products, and under mpiexec latency and bandwidth"
+    )
+    routine.set_defaults(run=run_routine, routine=name)
+
+
+def _add_elementwise(what: Commands) -> None:
+    """Add `parlinalg plan elementwise`."""
     elementwise = what.add_parser(
         "elementwise",
         help="the layout in which operands meet",
@@ -145,8 +158,8 @@ def run_train(args: argparse.Namespace) -> int:
     return 0
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the plan."""
+def run_matmul(args: argparse.Namespace) -> int:
+    """Print the plan of a product."""
     from parlinalg.matmul.planner import plan_matmul
     from parlinalg.planning.machine import product_seconds
 
@@ -160,15 +173,15 @@ def run(args: argparse.Namespace) -> int:
 def run_routine(args: argparse.Namespace) -> int:
     """Print the plan of a factorization."""
     from parlinalg.linalg.planner import plan_linalg
-    from parlinalg.planning.measure import machine
+    from parlinalg.planning.measure import measure_constants
 
     if len(args.size) > 2:
         raise ConfigError(f"a matrix has rows and columns; {len(args.size)} sizes are given")
-    constants, rate = machine(args.dtype) if args.measure else (None, None)
+    constants, rate = measure_constants(args.dtype) if args.measure else (None, None)
     plan = plan_linalg(
         args.routine, *args.size, ranks=args.ranks, sizes=None if args.grid is None else _grid(args.grid),
         sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
-        near=False if args.apart else None, machine=constants, rate=rate,
+        near=False if args.apart else None, constants=constants, rate=rate,
         depth=getattr(args, "depth", None), pivoting=getattr(args, "pivoting", False),
     )  # fmt: skip
     if speaks():

@@ -10,7 +10,8 @@ import json
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -161,6 +162,15 @@ class Comm(ABC):
         self.local_size = nodes.count(here)
         self.crowded = False
         """True if this node has more ranks than cores, by the ranks of this communicator and its parents."""
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Keep operations out of the ledgers, which are about the training, within a `with` block."""
+        books, self.books = self.books, []
+        try:
+            yield
+        finally:
+            self.books = books
 
     # ------------------------------------------------------------------------------------------------ collectives
 

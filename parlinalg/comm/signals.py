@@ -88,11 +88,8 @@ class StopSignals:
         One small all-reduce, which the ledger does not count; call it once a step.
         """
         flag = np.array([self.pending], np.int32)
-        books, comm.books = comm.books, []
-        try:
+        with comm.uncounted():
             comm.all_reduce(flag, op="max")
-        finally:
-            comm.books = books
         return signal.Signals(int(flag[0])).name if flag[0] else None
 
     def _restore(self) -> None:

@@ -18,7 +18,7 @@ from parlinalg.linalg import bidiagonal, costs, divide, tile_sizes
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.eigh import PANEL, TOGETHER, Kept
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
-from parlinalg.linalg.tile_sizes import Machine, Time
+from parlinalg.linalg.tile_sizes import Constants, Time
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, format_flops, format_seconds, parse_bytes
@@ -48,7 +48,7 @@ class LinalgPlan:
         Rows and columns of a tile.
     near : bool
         The ranks share memory.
-    machine : Machine
+    constants : Constants
         The constants of the model of time.
     rate : float or None
         Operations a second of a fast product, where it is known.
@@ -70,7 +70,7 @@ class LinalgPlan:
     dtype: str
     block: int
     near: bool
-    machine: Machine
+    constants: Constants
     rate: float | None = None
     depth: int = 1
     pivoting: bool = False
@@ -183,18 +183,18 @@ class LinalgPlan:
         """The time of the model, without the trips, in operations of a fast product."""
         deal, alone = self.deal, self.alone
         grid = (1, 1) if alone and self.routine == "svd" else (deal.R, deal.C)
-        found = tile_sizes.predicted(self.kernel, *self.shape, *grid, self.block, self.machine, deal.D)
+        found = tile_sizes.predicted(self.kernel, *self.shape, *grid, self.block, self.constants, deal.D)
         if self.routine == "svd":
             found = found._replace(products=found.products * VECTORS)
         if (values := self.values) is not None:
             k, values = min(self.m, self.n), values if self.gram else deal
             grid = (1, 1) if alone else (values.R, values.C)
-            more = tile_sizes.predicted("svd", k, k, *grid, values.size, self.machine)
+            more = tile_sizes.predicted("svd", k, k, *grid, values.size, self.constants)
             more = more._replace(products=more.products / 2)  # no vectors
             found = Time(*(x + y for x, y in zip(found, more, strict=True)))
         if (first := self.first) is not None:
             m, n = max(self.m, self.n), min(self.m, self.n)
-            before = tile_sizes.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
+            before = tile_sizes.predicted("qr", m, n, first.R, first.C, first.size, self.constants)
             found = Time(*(x + y for x, y in zip(found, before, strict=True)))
         return found
 
@@ -308,7 +308,7 @@ def by_one(n: int, sizes: Mapping[str, int], vectors: bool = False) -> bool:
     """
     deal = dealt("svd", n, n, sizes, None, True)
     alone, together = (
-        tile_sizes.predicted("svd", n, n, rows, columns, deal.size, tile_sizes.machine())
+        tile_sizes.predicted("svd", n, n, rows, columns, deal.size, Constants.tuned())
         for rows, columns in ((1, 1), (deal.R, deal.C))
     )
     factor = VECTORS if vectors else 1
@@ -347,7 +347,7 @@ def plan_linalg(
     dtype: object = "float64",
     memory: SupportsIndex | str | None = None,
     near: bool | None = None,
-    machine: Machine | None = None,
+    constants: Constants | None = None,
     rate: float | None = None,
     depth: SupportsIndex | None = None,
     pivoting: bool = False,
@@ -375,7 +375,7 @@ def plan_linalg(
         Bytes a rank may use, or text such as "4GiB".
     near : bool, optional
         The ranks share memory; by default up to eight do.
-    machine : Machine, optional
+    constants : Constants, optional
         Measured constants of the model; by default those of `parlinalg.tunables`.
     rate : float, optional
         Operations a second of a fast product: then the plan tells seconds.
@@ -418,7 +418,7 @@ def plan_linalg(
     count = math.prod(sizes.values()) if sizes else whole_number("ranks", ranks, 1)
     near = count <= tile_sizes.FEW if near is None else near
     sides = whole_number("sides", sides, 0)
-    constants = tile_sizes.machine() if machine is None else machine
+    constants = Constants.tuned() if constants is None else constants
     given = None if block is None else whole_number("block", block, 1)
     wanted = None if depth is None else whole_number("depth", depth, 1)
     if not isinstance(pivoting, bool):
@@ -491,7 +491,7 @@ def _worth(plans: list[LinalgPlan]) -> list[LinalgPlan]:
     """Return the plans with one layer; if others save words and time, the best of those alone."""
 
     def compared(plan: LinalgPlan) -> tuple[float, float]:
-        return tile_sizes.compared(plan.routine, *plan.shape, plan.deal, plan.machine)
+        return tile_sizes.compared(plan.routine, *plan.shape, plan.deal, plan.constants)
 
     flat = [plan for plan in plans if plan.depth == 1]
     if not flat or len(flat) == len(plans):

@@ -42,7 +42,7 @@ REPLICATED = ("cholesky", "lu", "solve")
 """The routines that know layers of ranks (2.5D)."""
 
 
-class Machine(NamedTuple):
+class Constants(NamedTuple):
     """The constants of the model: operations that take as long as a word, a call and a step; and see `tunables`."""
 
     word: float
@@ -51,12 +51,12 @@ class Machine(NamedTuple):
     depth: float
     slowness: float
 
-
-def machine() -> Machine:
-    """Return the constants that `tunables` has."""
-    return Machine(
-        tunables.WORD_FLOPS, tunables.CALL_FLOPS, tunables.STEP_FLOPS, tunables.GEMM_DEPTH, tunables.PANEL_SLOWNESS
-    )
+    @classmethod
+    def tuned(cls) -> Constants:
+        """Return the constants that `tunables` has."""
+        return cls(
+            tunables.WORD_FLOPS, tunables.CALL_FLOPS, tunables.STEP_FLOPS, tunables.GEMM_DEPTH, tunables.PANEL_SLOWNESS
+        )
 
 
 class Time(NamedTuple):
@@ -93,11 +93,11 @@ def block_size(routine: str, m: int, n: int, R: int, C: int, D: int = 1) -> int:
     ----------
     routine : {"cholesky", "lu", "solve", "solve_triangular", "qr", "eigh", "svd", "eig"}
     """
-    return _chosen(routine, m, n, R, C, machine(), D)
+    return _chosen(routine, m, n, R, C, Constants.tuned(), D)
 
 
 @lru_cache(maxsize=4096)
-def _chosen(routine: str, m: int, n: int, R: int, C: int, constants: Machine, D: int) -> int:
+def _chosen(routine: str, m: int, n: int, R: int, C: int, constants: Constants, D: int) -> int:
     return min(candidates(routine, m, n, R, C), key=lambda b: predicted(routine, m, n, R, C, b, constants, D).total)
 
 
@@ -114,7 +114,7 @@ def layers(routine: str, m: int, n: int, sizes: Mapping[str, int], near: bool, i
         deal = Deal(sizes, 1, arrangement(routine, m, n, math.prod(sizes.values()), near), depth)
         deal.size = block_size(routine, m, n, deal.R, deal.C, depth)
         if depth == 1 or tile_bytes(deal, m, n, itemsize) <= tunables.LAYER_BYTES:
-            known[depth] = compared(routine, m, n, deal, machine())
+            known[depth] = compared(routine, m, n, deal, Constants.tuned())
     return min((d for d in known if d == 1 or saves(known[d], known[1])), key=lambda d: known[d][1])
 
 
@@ -142,7 +142,7 @@ def panel_words(m: int, n: int, R: int, C: int, D: int, *, half: bool) -> float:
     return (left * (C - 1) + below * (R - 1) + (left + (0 if half else below)) * (D - 1)) / ranks
 
 
-def compared(routine: str, m: int, n: int, deal: Deal, constants: Machine) -> tuple[float, float]:
+def compared(routine: str, m: int, n: int, deal: Deal, constants: Constants) -> tuple[float, float]:
     """Return words and time of a deal, by which numbers of layers are compared, without the trips to work and home."""
     R, C, D, ranks = deal.R, deal.C, deal.D, deal.R * deal.C * deal.D
     words = panel_words(m, n, R, C, D, half=routine == "cholesky")
@@ -166,7 +166,7 @@ def candidates(routine: str, m: int, n: int, R: int, C: int) -> list[int]:
     return found[-1:] if routine in REDUCTIONS else found
 
 
-def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: Machine, D: int = 1) -> Time:
+def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: Constants, D: int = 1) -> Time:
     """Return the time that the model predicts for tiles of b rows, without the trips to work and home.
 
     The routine "pivoted" is QR factorization with column pivoting, whose steps are columns.

@@ -36,6 +36,10 @@ class Layer(NamedTuple):
     cached: Callable[..., Any] | None = None
     caches: bool = False
 
+    def all_modules(self) -> list[Module]:
+        """Return `modules` and all within them, each once."""
+        return list({id(m): m for own in self.modules for m in own.modules()}.values())
+
 
 def layers_of(model: Module) -> list[Layer] | None:
     """Return the layers that a model lists by its method `layers()`; None where it has no such method.

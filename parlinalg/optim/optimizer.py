@@ -251,11 +251,7 @@ class Optimizer(ABC):
         ConfigError
             If they are those of more or fewer groups.
         """
-        if len(groups) != len(self.param_groups):
-            raise ConfigError(
-                f"the optimizer's state is of {len(groups)} parameter groups, and this optimizer has "
-                f"{len(self.param_groups)}: make it with the same groups"
-            )
+        self._check_group_count(groups)
         for group, saved in zip(self.param_groups, groups, strict=True):
             known = {name: value for name, value in saved.items() if name in self.defaults}
             group.update({n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
@@ -325,17 +321,20 @@ class Optimizer(ABC):
         self._check_groups(state.get("param_groups"))
         return given
 
+    def _check_group_count(self, saved: Sequence[Any]) -> None:
+        if len(saved) != len(self.param_groups):
+            raise ConfigError(
+                f"the optimizer's state is of {len(saved)} parameter groups, and this optimizer has "
+                f"{len(self.param_groups)}: make it with the same groups"
+            )
+
     def _check_groups(self, saved: Any) -> None:
         """Raise a ConfigError unless saved groups, if there are some, are of the same parameters as the optimizer's."""
         if saved is None:
             return
         if not isinstance(saved, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
             raise ConfigError("the optimizer's param_groups are a list of dicts with 'params', the names of parameters")
-        if len(saved) != len(self.param_groups):
-            raise ConfigError(
-                f"the optimizer's state is of {len(saved)} parameter groups, and this optimizer has "
-                f"{len(self.param_groups)}: make it with the same groups"
-            )
+        self._check_group_count(saved)
         for i, (group, names) in enumerate(zip(saved, self._names(), strict=True)):
             if odd := sorted(set(map(str, group["params"])) ^ set(names)):
                 raise ConfigError(

@@ -49,7 +49,7 @@ class Position(NamedTuple):
 class Visit:
     """The weights that were asked for when a pass was at a place, in their order, and where it went from there."""
 
-    wants: Sequence[Want] = ()
+    wants: tuple[Want, ...] = ()
     then: Position | None = None
 
 
@@ -120,7 +120,7 @@ class WeightGatherer:
         self.missed = 0
         self._place: Position | None = None
         self._seen: list[Want] = []
-        self._learning = False
+        self._learning = self._retained = False
         self._moves: dict[Want, Move] = {}
         """Gathers in flight that the current layer will ask for."""
         self._ahead: tuple[Position | None, dict[Want, Move]] = (None, {})
@@ -196,9 +196,14 @@ class WeightGatherer:
             found += largest(p, work) if work != p.layout else 0
         return found
 
+    def retain(self) -> None:
+        """Keep the weights of the current layer for its next pass, until `drop` or another layer."""
+        self._retained = True
+
     def drop(self) -> None:
         """Drop the weights that are kept for a later product of this layer; that one gathers them again."""
         self._held.clear()
+        self._retained = False
 
     def poll(self) -> None:
         """Progress pending gathers: MPI progresses only within its calls."""
@@ -232,7 +237,7 @@ class WeightGatherer:
 
     def _leave(self, then: Position | None) -> None:
         """Record the visit that ends."""
-        self._held.clear()
+        self.drop()
         if self._moves:
             self._forget()
         if self._place is None:
@@ -244,9 +249,9 @@ class WeightGatherer:
             self.limit = max(self.limit, sum(self._nbytes(want) for want in set(visit.wants)))
 
     def _again(self, want: Want) -> bool:
-        """Return True if the record says that this block will ask for this once more."""
+        """Return True if the record says that this block will ask for this once more, or its weights are retained."""
         visit = self.known.get(self._place) if self._place is not None else None
-        return visit is not None and tuple(visit.wants).count(want) > self._seen.count(want)
+        return visit is not None and (self._retained or visit.wants.count(want) > self._seen.count(want))
 
     def _forget(self) -> None:
         """Await the gathers in flight, and drop them."""

@@ -13,7 +13,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.generate import evaluating, placed
 from parlinalg.pipeline.model import PipelineModel, Stage
-from parlinalg.pipeline.p2p import P2P, Edge, tree_flatten, tree_unflatten
+from parlinalg.pipeline.p2p import P2P, Edge, summed, tree_flatten, tree_unflatten
 
 
 class StageCaches:
@@ -96,8 +96,7 @@ class PipelineDecoder:
 
     def _send(self, number: int, x: Any, signature: tuple[int, int]) -> None:
         form, tensors = tree_flatten(x)
-        whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
-        self.p2p.send(Edge(number), self._turn, self.holders[number], signature, form, whole)
+        self.p2p.send(Edge(number), self._turn, self.holders[number], signature, form, summed(tensors))
 
     def _received(self, number: int, signature: tuple[int, int]) -> Any:
         edge = Edge(number)

@@ -27,7 +27,7 @@ def parameters_of(layers: Sequence[Layer]) -> list[float]:
     """Return the elements of the parameters of each layer, on all ranks together; known before they are made."""
     found = []
     for layer in layers:
-        held = {id(p): p for own in layer.modules for m in own.modules() for p in m._parameters.values()}
+        held = {id(p): p for m in layer.all_modules() for p in m._parameters.values()}
         found.append(float(sum(math.prod(p.shape) for p in held.values() if not is_buffer(p))))
     return found
 
@@ -57,8 +57,7 @@ def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list
         return [float(f) for f in known(1, length)]
     found = []
     for layer in layers:
-        modules = {id(m): m for own in layer.modules for m in own.modules()}
-        found.append(6.0 * sum(m.multiplications for m in modules.values()))
+        found.append(6.0 * sum(m.multiplications for m in layer.all_modules()))
     if not any(found):
         raise ConfigError(
             f"partition='flops': no layer of {type(model).__name__} has products that are known, and the model no "
@@ -84,21 +83,22 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
     """
     found, x = [], sample
     for layer in layers:
-        modules = {id(m): m for own in layer.modules for m in own.modules()}
-        bare = [m for m in modules.values() if not all(isinstance(p, Parameter) for p in m._parameters.values())]
+        modules = layer.all_modules()
+        bare = [m for m in modules if not all(isinstance(p, Parameter) for p in m._parameters.values())]
         model.initialize(model.seed, only=bare)
         best, y = math.inf, None
         for i in range(ROUNDS + 1):
             form, inputs = tree_flatten(x)
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
-            whole = tree_unflatten(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
+            arrays = isinstance(x, DistArray)  # ids, as the layer takes them
+            whole = tree_unflatten(form, [t.data if arrays and not t.requires_grad else t for t in leaves])
             began = perf_counter()
             with no_sync(), training_step(0), buffers_kept(model):
                 y = layer.forward(whole)
                 backward_of(tree_flatten(y)[1])
             if i:
                 best = min(best, perf_counter() - began)
-        for m in modules.values():
+        for m in modules:
             for p in m._parameters.values():
                 if isinstance(p, Parameter):
                     p.grad = None
@@ -108,11 +108,6 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
         found.append(best)
     everyone = np.array(world.share(found, others="alike"))
     return [float(t) for t in everyone.max(0)]
-
-
-def _plain(tensor: Tensor, given: Any) -> Any:
-    """Return ids as the layer takes them: an array where the sample is one."""
-    return tensor.data if isinstance(given, DistArray) else tensor
 
 
 def backward_of(outputs: Sequence[Tensor]) -> None:

@@ -23,7 +23,7 @@ from parlinalg.nn.layer import Layer, as_layer, layers_of
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline.partition import Partition, layers_per_stage
-from parlinalg.pipeline.schedule import Chunk, Schedule
+from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.schemes import Scheme
 from parlinalg.state_dict import check_arrays
@@ -83,13 +83,8 @@ class Stage:
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules of its layers and all within them, each once, with their names in the whole model."""
-        seen: set[int] = set()
-        for layer in self.layers:
-            for own in layer.modules:
-                for module in own.modules():
-                    if id(module) not in seen:
-                        seen.add(id(module))
-                        yield self._names[id(module)], module
+        found = {id(m): m for layer in self.layers for m in layer.all_modules()}
+        yield from ((self._names[key], module) for key, module in found.items())
 
     def modules(self) -> Iterator[Module]:
         """Yield the modules of its layers and all within them, each once."""
@@ -161,6 +156,7 @@ class PipelineModel(Module):
         Only the modules of this rank's stages have values.
     chunks : tuple of Stage
         In the order of `schedule.chunks[topology.rank]`.
+    schedule : Schedule
     counts : tuple of int
     stages : int
     topology : PipelineTopology
@@ -188,8 +184,7 @@ class PipelineModel(Module):
         object.__setattr__(self, "full_model", full_model)  # its names are its own, without a prefix
         self.counts, self.stages, self.topology = tuple(counts), len(counts), topology
         self._decoder: PipelineDecoder | None = None
-        self.chunks_of_ranks = schedule.chunks
-        self._holders = {chunk: rank for rank, held in enumerate(schedule.chunks) for chunk in held}
+        self.schedule = schedule
         self._names = {id(module): name for name, module in full_model.named_modules()}
         self.inventory = dict(inventory)
         self.shared = {name: held.stages for name, held in self.inventory.items() if len(held.stages) > 1}
@@ -198,7 +193,6 @@ class PipelineModel(Module):
             Stage(chunk.stage, self.stages, parts[chunk.stage], self._names, chunk.copy)
             for chunk in schedule.chunks[topology.rank]
         )
-        self._owners = [schedule.holder(number) for number in range(self.stages)]
         own = {id(m): m for stage in self.chunks for m in stage.modules()}
         object.__setattr__(self, "_own", [m for _, m in full_model.named_modules() if id(m) in own])
         full_model.forget([m for m in full_model.modules() if id(m) not in own])
@@ -249,11 +243,11 @@ class PipelineModel(Module):
 
     def owner(self, name: str) -> int:
         """Return the pipeline rank that owns a parameter of the whole model."""
-        return self._owners[self.inventory[name].stages[0]]
+        return self.holder(self.inventory[name].stages[0])
 
     def holder(self, stage: int, copy: int = 0) -> int:
         """Return the pipeline rank that holds a stage."""
-        return self._holders[Chunk(stage, copy)]
+        return self.schedule.holder(stage, copy)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -472,7 +466,7 @@ def inventory_of(model: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[st
     known = {id(module) for module in model.modules()}
     for number, part in parts.items():
         for layer in part:
-            for module in (m for own in layer.modules for m in own.modules()):
+            for module in layer.all_modules():
                 if id(module) not in known:
                     raise ConfigError(
                         f"layer {layer.name!r} of {type(model).__name__} uses a {type(module).__name__} that is not in "

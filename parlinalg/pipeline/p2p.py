@@ -89,6 +89,11 @@ def _tree(form: TreeSpec, left: Any) -> Any:
     return tuple(each) if kind == "tuple" else each
 
 
+def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as they pass between stages, their terms summed.  Collective."""
+    return [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
+
+
 if TYPE_CHECKING:
     from parlinalg.pipeline.model import PipelineModel
 
@@ -124,13 +129,13 @@ class MessageSpec:
     leaves: tuple[ArraySpec, ...]
 
     def packed(self) -> bytes:
-        """Return the frame as bytes."""
+        """Return the form as bytes."""
         leaves = [[leaf.shape, leaf.dtype, leaf.source.dims, leaf.target.dims, leaf.wants] for leaf in self.leaves]
         return json.dumps([self.form, leaves]).encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> MessageSpec:
-        """Return the frame from the bytes of `packed`."""
+        """Return the form from the bytes of `packed`."""
         form, leaves = json.loads(data)
         return cls(form, tuple(ArraySpec(tuple(s), d, Layout(*a), Layout(*b), w) for s, d, a, b, w in leaves))
 
@@ -206,7 +211,7 @@ class P2P:
         tables, inputs = zip(*(everyone[ranks[0]] for ranks in topology.ranks), strict=True)
         edges = {
             Edge(chunk.stage, chunk.copy): role
-            for held, found in zip(model.chunks_of_ranks, inputs, strict=True)
+            for held, found in zip(model.schedule.chunks, inputs, strict=True)
             for chunk, role in zip(held, found, strict=True)
         }
         for edge in sorted(edges, reverse=True):  # a stage without products gives the next one what it takes
@@ -263,7 +268,7 @@ class P2P:
                 f"now is {found}: its shapes may depend on the shapes of a batch only"
             )
         for leaf, tensor in zip(found.leaves, tensors, strict=True):
-            self._send(tensor.block, self._way(leaf, peer, back=False, outward=True), peer, tag)
+            self._send(tensor.block, self._route(leaf, peer, back=False, outward=True), peer, tag)
         return found
 
     def post(self, edge: Edge, microbatch: int, peer: int, signature: Hashable) -> Incoming:
@@ -272,7 +277,7 @@ class P2P:
         if not self.known(edge, signature):
             self._specs[edge, signature] = MessageSpec.unpacked(self._announced(peer, tag))
         leaves = self.spec(edge, signature).leaves
-        return self._post([(leaf, self._way(leaf, peer, back=False, outward=False)) for leaf in leaves], peer, tag)
+        return self._post([(leaf, self._route(leaf, peer, back=False, outward=False)) for leaf in leaves], peer, tag)
 
     # ------------------------------------------------------------------ backward
     def send_back(
@@ -282,14 +287,14 @@ class P2P:
         tag = self._tag(edge, microbatch, back=True)
         for leaf, grad in zip(self.spec(edge, signature).leaves, grads, strict=True):
             if leaf.wants:
-                way = self._way(leaf, peer, back=True, outward=True)
-                self._send(self._zeros(leaf) if grad is None else grad.block, way, peer, tag)
+                route = self._route(leaf, peer, back=True, outward=True)
+                self._send(self._zeros(leaf) if grad is None else grad.block, route, peer, tag)
 
     def post_back(self, edge: Edge, microbatch: int, peer: int, signature: Hashable) -> Incoming:
         """Post the receives of the gradients of a stage's outputs."""
         leaves = self.spec(edge, signature).leaves
-        ways = [(leaf, self._way(leaf, peer, back=True, outward=False) if leaf.wants else None) for leaf in leaves]
-        return self._post(ways, peer, self._tag(edge, microbatch, back=True))
+        routes = [(leaf, self._route(leaf, peer, back=True, outward=False) if leaf.wants else None) for leaf in leaves]
+        return self._post(routes, peer, self._tag(edge, microbatch, back=True))
 
     # ------------------------------------------------------------------ progress
     def poll(self) -> None:
@@ -316,7 +321,7 @@ class P2P:
         """Return the tag of a message, which repeats after `_turns` microbatches."""
         return 1 + (2 * self._numbers[edge] + back) * self._turns + microbatch % self._turns
 
-    def _way(self, leaf: ArraySpec, peer: int, *, back: bool, outward: bool) -> Route:
+    def _route(self, leaf: ArraySpec, peer: int, *, back: bool, outward: bool) -> Route:
         """Return the route of an array, or with `back` of its gradient; `outward` is from this rank."""
         mine, theirs = self._axes[self.topology.rank], self._axes[peer]
         one, other = (leaf.target, leaf.source) if back else (leaf.source, leaf.target)
@@ -326,22 +331,22 @@ class P2P:
         shape = self.grid.block_shape(leaf.target, leaf.shape)
         return self.grid.backend.zeros(shape, dtype_named(leaf.dtype))
 
-    def _send(self, block: Block, way: Route, peer: int, tag: int) -> None:
-        have = way.haves[self.position]
-        for target, part in way.sends(self.position):
+    def _send(self, block: Block, route: Route, peer: int, tag: int) -> None:
+        have = route.haves[self.position]
+        for target, part in route.sends(self.position):
             sent = block if part == have else block[local(part, have)]
             if not sent.flags.c_contiguous:
                 sent = sent.copy(order="C")
             self._sent.append(self.comm.send(sent, self.topology.ranks[peer][target], tag=tag, wait=False))
 
-    def _post(self, ways: Sequence[tuple[ArraySpec, Route | None]], peer: int, tag: int) -> Incoming:
-        found = Incoming([None] * len(ways))
-        for i, (leaf, way) in enumerate(ways):
-            if way is None:
+    def _post(self, routes: Sequence[tuple[ArraySpec, Route | None]], peer: int, tag: int) -> Incoming:
+        found = Incoming([None] * len(routes))
+        for i, (leaf, route) in enumerate(routes):
+            if route is None:
                 continue
-            dtype, want = dtype_named(leaf.dtype), way.wants[self.position]
+            dtype, want = dtype_named(leaf.dtype), route.wants[self.position]
             block = found.blocks[i] = self.grid.backend.empty(_shape(want), dtype)
-            for source, part in way.receives(self.position):
+            for source, part in route.receives(self.position):
                 whole = volume(part) == block.size
                 got = block if whole else self.grid.backend.empty(_shape(part), dtype)
                 if not whole:

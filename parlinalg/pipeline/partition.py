@@ -107,7 +107,7 @@ def check_stages(layers: int, stages: int, ends: int = 0) -> None:
         )
 
 
-def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Counts:
+def given_partition(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Counts:
     """Return the layers of each stage as the user lists them.
 
     Parameters
@@ -164,11 +164,11 @@ def with_ends(counts: Sequence[int], layers: Sequence[Layer]) -> Counts:
     return tuple(found)
 
 
-def share_layers(layers: Sequence[Layer], stages: int) -> Counts:
-    """Return the uniform partition of a model's layers.
+def block_partition(layers: Sequence[Layer], stages: int) -> Counts:
+    """Return the layers of each stage, by a uniform partition of the blocks.
 
-    It is that of the blocks, with the model's ends in the first and the last stage; where there are more stages than
-    blocks, that of all layers.
+    The model's ends go with the first and the last stage; where there are more stages than blocks, the partition is
+    that of all layers.
 
     Parameters
     ----------
@@ -196,10 +196,10 @@ def layers_per_stage(
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the layers of each stage, the same on all ranks."""
     if not isinstance(partition, str):
-        return by_hand(partition, layers, stages)
+        return given_partition(partition, layers, stages)
     check_stages(len(layers), stages, sum(layer.end for layer in layers))
     if partition == "uniform":
-        return share_layers(layers, stages)
+        return block_partition(layers, stages)
     if partition == "time" and topology.world.imagined:
         raise ConfigError(
             "partition='time' measures the layers, and on imagined ranks they take no time: give 'flops', "

@@ -23,20 +23,21 @@ Table = dict[str, list[list[str]]]
 def layout_table(scheme: Scheme | None, sizes: Mapping[str, int]) -> Table:
     """Return a scheme's layouts by name and dims, such as "residual 3", without axes of one rank; as JSON."""
     found: Table = {}
-    for ndim in range(MOST_DIMS if scheme is not None else 0):
+    if scheme is None:
+        return found
+    for ndim in range(1, MOST_DIMS + 1):
         for name in ("residual", "inner"):
             try:
-                adapted = scheme.for_dims(ndim + 1) if scheme is not None else None
+                adapted = scheme.for_dims(ndim)
             except PlanError:
                 continue
             layout: Layout = getattr(adapted, name)
-            found[f"{name} {ndim + 1}"] = _bare(layout, sizes)
-            if ndim == 3 and scheme is not None:
-                found[f"{name} of images {ndim + 1}"] = _bare(
-                    scheme.images("contract" if name == "residual" else "expand"), sizes
-                )
-            if ndim:  # such as ids and masks: no features
-                found[f"{name} without features {ndim}"] = _bare(layout, sizes)[:-1]
+            found[f"{name} {ndim}"] = _bare(layout, sizes)
+            if ndim == 4:
+                images = scheme.images("contract" if name == "residual" else "expand")
+                found[f"{name} of images {ndim}"] = _bare(images, sizes)
+            if ndim > 1:  # such as ids and masks: no features
+                found[f"{name} without features {ndim - 1}"] = _bare(layout, sizes)[:-1]
     return found
 
 

@@ -19,7 +19,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import training_step
 from parlinalg.nn.added_losses import term_weights
-from parlinalg.pipeline.p2p import Edge, Incoming, TreeSpec, tree_flatten, tree_unflatten
+from parlinalg.pipeline.p2p import Edge, Incoming, TreeSpec, summed, tree_flatten, tree_unflatten
 from parlinalg.pipeline.schedule import AHEAD, COMPUTE, RECEIVES, Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.simulate import Span
 
@@ -285,7 +285,7 @@ class ScheduleRun:
                 unit_in_flight = self.last(i, given, leaves)
             else:
                 form, tensors = tree_flatten(given)
-                whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
+                whole = summed(tensors)
                 unit_in_flight = InFlight(self.grid, leaves, whole)
                 self.hand_on(i, form, whole)
         if self.computes_gradients:

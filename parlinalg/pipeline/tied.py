@@ -174,18 +174,18 @@ class TiedParameters:
             shape, layouts[source], tuple(sizes[source].items()), layouts[target], tuple(sizes[target].items())
         )
 
-    def _send(self, block: Block, route_: Route, to: int, tag: int) -> list[Handle]:
-        have, found = route_.haves[self.position], []
-        for target, part in route_.sends(self.position):
+    def _send(self, block: Block, route: Route, to: int, tag: int) -> list[Handle]:
+        have, found = route.haves[self.position], []
+        for target, part in route.sends(self.position):
             sent = block[local(part, have)].copy(order="C")
             found.append(self.comm.send(sent, self.topology.ranks[to][target], tag=tag, wait=False))
         return found
 
-    def _receive(self, like: Block, route_: Route, source: int, tag: int) -> Block:
+    def _receive(self, like: Block, route: Route, source: int, tag: int) -> Block:
         grid = next(iter(self.named.values())).grid
         out = grid.backend.empty(like.shape, like.dtype)
-        want = route_.wants[self.position]
-        for sender, part in route_.receives(self.position):
+        want = route.wants[self.position]
+        for sender, part in route.receives(self.position):
             got = grid.backend.empty(tuple(len(r) for r in part), like.dtype)
             self.comm.receive(got, self.topology.ranks[source][sender], tag=tag)
             out[local(part, want)] = got

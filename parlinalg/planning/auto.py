@@ -151,10 +151,10 @@ def _planned(
     """Search; return the note for checkpoints, and the lines for the console."""
     plan = plan_training(given, ranks=ranks, machine=machine, best=2)
     chosen = plan.best[0].candidate
-    return {**about, "candidate": str(chosen), "choice": chosen.note()}, said(plan)
+    return {**about, "candidate": str(chosen), "choice": chosen.note()}, summary(plan)
 
 
-def said(plan: TrainingPlan) -> dict[str, str]:
+def summary(plan: TrainingPlan) -> dict[str, str]:
     """Return the choice of a plan and its reason, in two lines, each with its head."""
     first = plan.best[0]
     return {

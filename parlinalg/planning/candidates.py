@@ -39,6 +39,21 @@ IMPLIED = {"parameters": ("parameters", "gradients")}
 """The kinds of what is offloaded that take others along."""
 
 
+class MeshShape(NamedTuple):
+    """The sizes of a mesh as in the configuration, and the form of tensor parallelism."""
+
+    data: int
+    pipeline: int
+    sequence: int
+    ulysses: int
+    tensor: TensorConfig
+
+    @property
+    def width(self) -> int:
+        """The ranks that share one copy of a stage."""
+        return self.sequence * (self.tensor.ranks or 1)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to use the ranks.
@@ -85,14 +100,14 @@ class Candidate:
     asked: int | None = None
 
     @property
-    def frame(self) -> Frame:
-        """Return the ways in which the ranks are used."""
-        return Frame(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
+    def mesh(self) -> MeshShape:
+        """The shape of the mesh."""
+        return MeshShape(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
 
     @property
     def width(self) -> int:
         """The ranks that share one copy of a stage."""
-        return self.sequence * (self.tensor.ranks or 1)
+        return self.mesh.width
 
     def form(self) -> str:
         """Return the tensor and sequence parts in a few words: "2D 4×4 × ring 2"."""
@@ -280,16 +295,6 @@ def offload_sets(kinds: Sequence[str]) -> list[tuple[str, ...]]:
     return sorted(found, key=lambda chosen: len(implied(chosen)))
 
 
-class Frame(NamedTuple):
-    """A way to use the ranks: the sizes of the mesh, and the form of tensor parallelism."""
-
-    data: int
-    pipeline: int
-    sequence: int
-    ulysses: int
-    tensor: TensorConfig
-
-
 class Space:
     """The candidates that a configuration leaves open."""
 
@@ -310,15 +315,15 @@ class Space:
         """The parts of the state that the configuration offloads, and where to: the same for all candidates."""
 
     def __iter__(self) -> Iterator[Candidate]:
-        for frame in self.frames():
-            yield from self.steps(frame)
+        for mesh in self.meshes():
+            yield from self.steps(mesh)
 
     def __len__(self) -> int:
         """The number of candidates; `len` of 10 million is as quick as of ten."""
-        return sum(self.count(frame) for frame in self.frames())
+        return sum(self.count(mesh) for mesh in self.meshes())
 
-    def frames(self) -> Iterator[Frame]:
-        """Yield the ways in which the ranks may be used."""
+    def meshes(self) -> Iterator[MeshShape]:
+        """Yield the meshes of these ranks."""
         ranks, own = self.ranks, self.config.parallel
         for pipeline in [own.pipeline.ranks] if "pipeline" in self.parallel else divisors(ranks):
             if ranks % pipeline or pipeline > self.depth:
@@ -327,7 +332,7 @@ class Space:
                 left = ranks // pipeline // sequence
                 for data, tensor in self._data_and_tensor(left):
                     if self.uneven or self.batch % data == 0:
-                        yield Frame(data, pipeline, sequence, ulysses, tensor)
+                        yield MeshShape(data, pipeline, sequence, ulysses, tensor)
 
     def _sequences(self, ranks: int) -> Iterator[tuple[int, int]]:
         own = self.config.parallel.sequence
@@ -358,32 +363,32 @@ class Space:
                 for tensor in _tensors(self.config, size):
                     yield ranks // size, tensor
 
-    def steps(self, frame: Frame) -> Iterator[Candidate]:
-        """Yield the candidates that use the ranks in a way."""
-        data, pipeline, sequence, ulysses, tensor = frame
-        for count in self.counts(frame):
+    def steps(self, mesh: MeshShape) -> Iterator[Candidate]:
+        """Yield the candidates on a mesh."""
+        data, pipeline, sequence, ulysses, tensor = mesh
+        for count in self.counts(mesh):
             for name, chunks in self._schedules(pipeline, count):
                 asked = self._asked(pipeline, count, name, chunks)
                 for zero, again, dtype, experts, order in itertools.product(
-                    self.stages(data), self.recompute, self.dtypes, self._experts(frame), self._orders(frame)
+                    self.stages(data), self.recompute, self.dtypes, self._experts(mesh), self._orders(mesh)
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
                         experts, order, self.offload, asked,
                     )  # fmt: skip
 
-    def count(self, frame: Frame) -> int:
-        """Return how many candidates use the ranks in a way."""
-        key = frame.data, frame.pipeline
+    def count(self, mesh: MeshShape) -> int:
+        """Return the number of candidates on a mesh."""
+        key = mesh.data, mesh.pipeline
         if key not in self._numbers:
-            others = len(self.stages(frame.data)) * len(self.recompute) * len(self.dtypes)
-            schedules = sum(len(list(self._schedules(frame.pipeline, n))) for n in self.counts(frame))
+            others = len(self.stages(mesh.data)) * len(self.recompute) * len(self.dtypes)
+            schedules = sum(len(list(self._schedules(mesh.pipeline, n))) for n in self.counts(mesh))
             self._numbers[key] = others * schedules
-        return self._numbers[key] * len(self._experts(frame)) * len(self._orders(frame))
+        return self._numbers[key] * len(self._experts(mesh)) * len(self._orders(mesh))
 
-    def counts(self, frame: Frame) -> list[int]:
+    def counts(self, mesh: MeshShape) -> list[int]:
         """Return the numbers of microbatches that split the batch evenly, or nearly so where it is `uneven`."""
-        each, pipeline = self.batch // frame.data, frame.pipeline
+        each, pipeline = self.batch // mesh.data, mesh.pipeline
         if self.uneven:
             return self._uneven_counts(each, pipeline)
         if "schedule" in self.given or "gradient_accumulation" in self.given:
@@ -417,19 +422,19 @@ class Space:
         open_ = model.name in LANGUAGE and "recompute" not in model.options
         return [None, "attention", "block"] if open_ else [model.options.get("recompute")]
 
-    def _experts(self, frame: Frame) -> list[str | None]:
+    def _experts(self, mesh: MeshShape) -> list[str | None]:
         """Return the axes that may cut the experts of a model that has several; None where they are as they are."""
         model = self.config.model
         if "expert_axis" in model.options or int(model.options.get("num_local_experts", 1)) < 2:
             return [None]
-        axes = ["data"] * (frame.data > 1) + ["s"] * (frame.sequence > frame.ulysses)
-        if (frame.tensor.ranks or 1) > 1:
-            axes += [axis for axis, n in mode_of(frame.tensor)[1].items() if n > 1]
+        axes = ["data"] * (mesh.data > 1) + ["s"] * (mesh.sequence > mesh.ulysses)
+        if (mesh.tensor.ranks or 1) > 1:
+            axes += [axis for axis, n in mode_of(mesh.tensor)[1].items() if n > 1]
         return [*axes, "none"]
 
-    def _orders(self, frame: Frame) -> Sequence[str | None]:
+    def _orders(self, mesh: MeshShape) -> Sequence[str | None]:
         """Return the orders of tokens; without a ring every order is the same work for all."""
-        return RING_ORDERS if frame.sequence > frame.ulysses and "sequence" not in self.parallel else (None,)
+        return RING_ORDERS if mesh.sequence > mesh.ulysses and "sequence" not in self.parallel else (None,)
 
     def _asked(self, pipeline: int, count: int, name: str | None, chunks: int | None) -> int | None:
         """Return the microbatches that the configuration gives, if the schedule cannot take as few as there are."""

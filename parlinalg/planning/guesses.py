@@ -1,4 +1,4 @@
-"""Guesses, without a trace, of how long a step takes: they order the ways to use many ranks in a search."""
+"""Guesses, without a trace, of how long a step takes: they order the meshes of a search."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parlinalg.planning.candidates import Frame, mode_of
+from parlinalg.planning.candidates import MeshShape, mode_of
 from parlinalg.planning.traced_model import TracedModel
 from parlinalg.schemes.words import scheme_words
 from parlinalg.train.choices import LANGUAGE
@@ -15,7 +15,7 @@ from parlinalg.units import ITEMSIZE
 
 
 class Guess(NamedTuple):
-    """About what a frame takes at best, and with how many microbatches and what recomputed."""
+    """The estimated seconds of a step on a mesh at best, with its microbatches and recomputation."""
 
     seconds: float
     microbatches: int
@@ -23,7 +23,7 @@ class Guess(NamedTuple):
 
 
 class Guesses:
-    """Guesses by formulas of a step in a frame: only the order in which frames are looked at follows from them.
+    """Guesses by formulas of a step on a mesh: only the order in which meshes are looked at follows from them.
 
     Of a transformer they add products at the best rate, the words of the scheme's table for each microbatch, those of
     attention between ranks of a sequence, the pipeline's bubble, and the reduction of gradients.  Of other models they
@@ -43,9 +43,9 @@ class Guesses:
         self._words: dict[TensorConfig, tuple[float, float]] = {}
         self._byte: dict[tuple[str, int], float] = {}
 
-    def __call__(self, frame: Frame, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
-        data, pipeline, sequence, ulysses, tensor = frame
-        width, model = sequence * (tensor.ranks or 1), self.model
+    def __call__(self, mesh: MeshShape, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
+        data, pipeline, sequence, ulysses, tensor = mesh
+        width, model = mesh.width, self.model
         weights = (self.part.weights + self.part.gradients) / pipeline / (tensor.ranks or 1)
         states = self.part.states / pipeline / (tensor.ranks or 1) / data
         fixed, per_row = self._tensor(tensor)

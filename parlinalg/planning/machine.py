@@ -16,7 +16,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
@@ -276,9 +276,7 @@ class Algorithm:
 class Operation:
     """An operation between ranks: the fastest of its algorithms counts, mended by measured points."""
 
-    algorithms: tuple[Algorithm, ...] = key(
-        many(lambda where, value: read(Algorithm, where, value)), "the ways to carry it out"
-    )
+    algorithms: tuple[Algorithm, ...] = key(many(partial(read, Algorithm)), "the ways to carry it out")
     points: tuple[tuple[int, float, float], ...] = key(
         points(RANKS, SIZE, SECONDS), "rows ranks, bytes that a rank receives, seconds, as measured", ()
     )
@@ -292,10 +290,6 @@ class Operation:
         "how many times as long it takes while its ranks compute, each of its messages waiting for who passes it on",
         1.0,
     )
-
-
-def _operation(where: str, value: Any) -> Operation:
-    return read(Operation, where, value)
 
 
 def _usual(latency: float, op: str) -> Operation:
@@ -325,12 +319,12 @@ class Link:
         number(0, 1e-3, "seconds a byte"),
         "seconds of a core for each byte that a rank receives while it computes (TCP, copies)", 0.0,
     )  # fmt: skip
-    all_gather: Operation | None = key(_operation, "as measured", None)
-    reduce_scatter: Operation | None = key(_operation, "as measured", None)
-    all_reduce: Operation | None = key(_operation, "as measured", None)
-    broadcast: Operation | None = key(_operation, "as measured", None)
-    all_to_all: Operation | None = key(_operation, "as measured", None)
-    send: Operation | None = key(_operation, "as measured", None)
+    all_gather: Operation | None = key(partial(read, Operation), "as measured", None)
+    reduce_scatter: Operation | None = key(partial(read, Operation), "as measured", None)
+    all_reduce: Operation | None = key(partial(read, Operation), "as measured", None)
+    broadcast: Operation | None = key(partial(read, Operation), "as measured", None)
+    all_to_all: Operation | None = key(partial(read, Operation), "as measured", None)
+    send: Operation | None = key(partial(read, Operation), "as measured", None)
 
     def operation(self, op: str) -> Operation:
         """Return how an operation is carried out: as the file says, else as usual at this latency."""
@@ -459,28 +453,26 @@ class Machine:
     cores: int = key(RANKS, "the ranks that compute at full speed at once: GPUs, or cores")
     memory: int = key(room("the memory"), "the memory of a rank")
     gemm: Mapping[str, GemmRate] = key(
-        table(lambda where, value: read(GemmRate, where, value)), "a table [gemm.DTYPE] a dtype, the rates of products"
+        table(partial(read, GemmRate)), "a table [gemm.DTYPE] a dtype, the rates of products"
     )
-    kernels: Kernels = key(lambda where, value: read(Kernels, where, value), "a table, what other operations cost")
-    node: Link = key(lambda where, value: read(Link, where, value), "a table, what joins the ranks of a node")
-    overlap: Overlap = key(lambda where, value: read(Overlap, where, value), "a table, what goes on at the same time")
-    network: Link | None = key(
-        lambda where, value: read(Link, where, value), "a table, what joins the nodes; left out for one node", None
-    )
+    kernels: Kernels = key(partial(read, Kernels), "a table, what other operations cost")
+    node: Link = key(partial(read, Link), "a table, what joins the ranks of a node")
+    overlap: Overlap = key(partial(read, Overlap), "a table, what goes on at the same time")
+    network: Link | None = key(partial(read, Link), "a table, what joins the nodes; left out for one node", None)
     cores_of: str = key(word("node", "world"), "whose ranks share the cores", "node")
     bound: bool = key(
         boolean, "true if each of these ranks keeps one core, in turn; else the system places them", False
     )
     host: Host | None = key(
-        lambda where, value: read(Host, where, value), "a table, the memory beside a device; none: it is the memory",
+        partial(read, Host), "a table, the memory beside a device; none: it is the memory",
         None,
     )  # fmt: skip
     disk: Disk | None = key(
-        lambda where, value: read(Disk, where, value), "a table, the disk of a node; none: nothing is offloaded to it",
+        partial(read, Disk), "a table, the disk of a node; none: nothing is offloaded to it",
         None,
     )  # fmt: skip
     attention: Mapping[str, FusedAttention] = key(
-        table(lambda where, value: read(FusedAttention, where, value)),
+        table(partial(read, FusedAttention)),
         "a table [attention.DTYPE] a dtype, the rates of a fused kernel of attention", MappingProxyType({}),
     )  # fmt: skip
     fused_attention: bool | str = key(
@@ -674,15 +666,15 @@ class Machine:
         link = self.node if level == "node" or self.network is None else self.network
         operation = link.operation(name)
         found: list[Transfer] = []
-        for way in operation.algorithms:
-            steps = STEPS[way.steps]
-            within = next((w for w in inside if w.steps == way.steps), inside[0])
+        for algorithm in operation.algorithms:
+            steps = STEPS[algorithm.steps]
+            within = next((w for w in inside if w.steps == algorithm.steps), inside[0])
             if level == "node":
-                latency, rate = way.latency * steps(ranks), self.node.share(on_node) * way.efficiency
+                latency, rate = algorithm.latency * steps(ranks), self.node.share(on_node) * algorithm.efficiency
                 seconds = nbytes / rate
             else:
-                latency = way.latency * steps(nodes) + within.latency * max(0.0, steps(ranks) - steps(nodes))
-                seconds = self._across(name, nbytes, ranks, local, on_node, way.efficiency, within.efficiency)
+                latency = algorithm.latency * steps(nodes) + within.latency * max(0.0, steps(ranks) - steps(nodes))
+                seconds = self._across(name, nbytes, ranks, local, on_node, algorithm.efficiency, within.efficiency)
             processor = crowd * link.processor * nbytes
             found.append(Transfer(level, latency, max(seconds, processor), processor, max(1, round(steps(ranks)))))
         best = min(found, key=lambda t: t.total)

@@ -18,11 +18,9 @@ from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
 from parlinalg.grid import Grid
-from parlinalg.linalg import tile_sizes
-from parlinalg.linalg.tile_sizes import Machine
+from parlinalg.linalg.tile_sizes import Constants
 from parlinalg.offload.disk import DiskFile, aligned, free_bytes, process_number
 from parlinalg.planning import kernel_rates
-from parlinalg.planning import machine as planning
 from parlinalg.planning.kernel_rates import (
     fitted_products,
     fused_attention_rates,
@@ -42,13 +40,13 @@ from parlinalg.planning.link_times import (
     turn_costs,
     waiting_shares,
 )
-from parlinalg.planning.machine import FusedAttention, GemmRate, Kernels, Link, Overlap
+from parlinalg.planning.machine import LIBRARY, Disk, FusedAttention, GemmRate, Kernels, Link, Machine, Overlap
 
 DISK_FILE, DISK_TILE = 1 << 28, 1 << 23
 """Bytes of the file that a rank writes and reads, and of each access, as large as those of offloaded states."""
 
 
-def machine(dtype: str) -> tuple[Machine, float]:
+def measure_constants(dtype: str) -> tuple[Constants, float]:
     """Return the constants of the model of factorizations on this machine, and the operations a second of a product.
 
     Collective over all ranks; the slowest one counts.  On one rank words and calls keep their usual constants.
@@ -56,7 +54,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:
         rate = min(comm.share(gemm_rate(grid.backend, dtype), others="alike"))
-        found = tile_sizes.machine()
+        found = Constants.tuned()
         if comm.size > 1:
             rows = {name: row for name, *row in collectives(comm, grid.backend)}
             latency, bandwidth = rows["all_gather"][0], min(rows["all_gather"][1], rows["broadcast"][1])
@@ -65,7 +63,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
     return found, rate
 
 
-def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
+def measure_machine(comm: Comm, name: str, device: str = "auto") -> Machine:
     """Return this machine as its ranks see it, measured in about three minutes where links are slow.  Collective.
 
     Products and kernels are measured on as many ranks at once as there are cores, the links by operations among 2, 4, …
@@ -104,9 +102,9 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         )  # fmt: skip
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
-        return planning.Machine(
+        return Machine(
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound,
-            attention=attention, fused_attention=planning.LIBRARY if attention else False,
+            attention=attention, fused_attention=LIBRARY if attention else False,
         )  # fmt: skip
 
 
@@ -175,7 +173,7 @@ def _placed(
     return shared, units, len(alike) < max(1, own // threads), bound
 
 
-def measure_disk(comm: Comm, folder: Path) -> planning.Disk:
+def measure_disk(comm: Comm, folder: Path) -> Disk:
     """Return the disk of a folder as each rank sees it while all write, and then read, files past the page cache.
 
     Collective; the slowest rank's time counts.
@@ -210,7 +208,7 @@ def measure_disk(comm: Comm, folder: Path) -> planning.Disk:
     beside = comm.nodes.count(comm.nodes[comm.rank])
     size = min(comm.share(free_bytes(folder) // beside))
     source = f"measured by parlinalg doctor --machine --disk on {comm.size} ranks at once, {direct} the page cache"
-    return planning.Disk(read, write, size, source)
+    return Disk(read, write, size, source)
 
 
 def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) -> dict[str, float]:

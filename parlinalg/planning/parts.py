@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array import DistArray, zeros
+from parlinalg.array import zeros
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
@@ -151,8 +152,8 @@ class Then(NamedTuple):
 ALONE = Then()
 
 
-class Between(NamedTuple):
-    """The output of a layer, which the next one takes."""
+class LayerOutput(NamedTuple):
+    """An array that a layer gives to the next one."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -237,7 +238,7 @@ class Part:
     calm : int
         The same, while no gathers of another backward pass are in flight.
     ending : Ending
-    output : Between or None
+    output : LayerOutput or None
         None of the last layer.
     message : int
         Bytes of the output's block.
@@ -286,7 +287,7 @@ class Part:
     kept: int
     pending: int
     peak: int
-    output: Between | None
+    output: LayerOutput | None
     message: int
     away: int = 0
     array: int = 0
@@ -524,7 +525,7 @@ def ties(model: Any) -> list[frozenset[int]]:
 
 def _parameters(layer: Layer) -> list[Any]:
     """Return the parameters of a layer, declared or made."""
-    return [p for own in layer.modules for m in own.modules() for p in m._parameters.values()]
+    return [p for m in layer.all_modules() for p in m._parameters.values()]
 
 
 def _layers(model: Any) -> list[Layer]:
@@ -555,9 +556,9 @@ def busiest(spec: MeshSpec) -> int:
 
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
-    skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(), ends: bool = False,
-    then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
+    skip: tuple[int, int] = (0, 0), given: LayerOutput | None = None, stage: int = 0, node: int = 8,
+    target: str = "cpu", update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
+    ends: bool = False, then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -572,7 +573,7 @@ def trace_part(
         The first layer and the one after the last; by default all.
     skip : pair of int
         Of them the first that is left out and the one after the last left out: those around them pass on the same.
-    given : Between, optional
+    given : LayerOutput, optional
         The output of the layer before, unless these are the first.
     stage : int
         The pipeline rank that has them.
@@ -591,7 +592,7 @@ def trace_part(
     probe : bool
         True to trace also what blocks leave in memory if they offload their activations.
     elsewhere : bool
-        Whether values rest elsewhere, as of `Part.offloaded`: products keep none of these at work for a backward pass.
+        True if values rest elsewhere, as of `Part.offloaded`: layers gather these again in the backward pass.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][busiest(spec)]
@@ -606,7 +607,9 @@ def trace_part(
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
         run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends, then)
         run.blocks = run.blocks if probe else []
-        run.elsewhere = [p for p in run.parameters if elsewhere and largest(p) >= SMALL]
+        for module in run.held.modules() if elsewhere else ():
+            if hasattr(module, "keep") and any(largest(p) >= SMALL for p in module._parameters.values()):
+                module.keep = module.keep.replace("w", "")
         return run.part(rows, given, update)
 
 
@@ -630,14 +633,27 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     return Mesh(grid, config, spec, topology)
 
 
-class _Elsewhere(DistArray):
-    """A value that products bring to work each time, as they do one that rests elsewhere."""
+class _Gatherer(WeightGatherer):
+    """A weight gatherer that tells a run of gathers that start, and of layers that a pass enters."""
 
-    __slots__ = ()
+    def __init__(self, run: _Run, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.run = run
 
-    @property
-    def resident(self) -> None:
-        return None
+    def begin(self, wants: Sequence[Want]) -> dict[Want, Move]:
+        device = self.run.world.device
+        before = device.held
+        moves = super().begin(wants)
+        self.run.gathers.append(device.held - before)
+        return moves
+
+    def enter(self, backward: bool, block: int) -> None:
+        super().enter(backward, block)
+        self.run.entered(self, backward)
+
+    def layers(self, backward: bool) -> int:
+        """Return how many layers have weights that are gathered ahead in such a pass."""
+        return len({at.block for at in self.known if at.backward is backward})
 
 
 class _Layers(ModuleList):
@@ -661,7 +677,7 @@ class _Run:
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
         self.first, self.last, self.grid, self.then = first, last, mesh.grid, then
         self.alone = mesh.topology.size == 1
-        modules = {id(m): m for layer in layers for own in layer.modules for m in own.modules()}
+        modules = {id(m): m for layer in layers for m in layer.all_modules()}
         before = world.device.held
         model.initialize(config.seed, only=list(modules.values()))
         own = list({id(m): m for layer in layers for m in layer.modules}.values())
@@ -671,20 +687,21 @@ class _Run:
         self.left = [p for p in self.parameters if any(p is self.ties[i] for i in left)]
         self.updated = [p for p in self.parameters if all(p is not other for other in self.left)]
         chunks = [self.updated, [p for p in self.updated if any(p is self.ties[i] for i in shared)]]
-        self.reducer = reducer_for(config, mesh.grid, self.held, chunks) if self.updated else None
+        self.reducer = (
+            reducer_for(config, mesh.grid, self.held, chunks, partial(_Gatherer, self)) if self.updated else None
+        )
         if self.left and self.reducer is not None:
             GradientReducer(self.left, self.reducer.handlers, dtype=self.reducer.dtype)
         self.optimizer = optimizer_for(config, None, self.updated, model, mesh.grid)
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
-        self.output: Between | None = None
+        self.output: LayerOutput | None = None
         self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
-        self.elsewhere: list[Parameter] = []
         self.gathers: list[int] = []
         """Bytes of the gathers that a microbatch starts together."""
-        if self.gatherer is not None:
-            self._watch(self.gatherer)
+        self.gathering = False
+        """True to let the peak begin anew at each layer whose weights are gathered ahead; `begun` is the one before."""
         order = mesh.spec.token_order(inputs.length) if inputs.language else None
         found = [(int(p.storage.nbytes(p.data).value), largest(p) < SMALL) for p in self.parameters]
         self.largest = max((n for n, _ in found), default=0)
@@ -693,7 +710,7 @@ class _Run:
         self.blocks = [b for b in blocks if next(iter(b.parameters()), None) is not None]
         self.positions = None if order is None else BatchPositions(order)
 
-    def part(self, rows: int, given: Between | None, update: bool) -> Part:
+    def part(self, rows: int, given: LayerOutput | None, update: bool) -> Part:
         world, span = self.world, self.world.span
         gradients = states = pending = after = 0
         change = update_for(self.config, self.optimizer)
@@ -710,17 +727,18 @@ class _Run:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
             forward, backward, *_ = *self.gathers, 0, 0
-            passes, calm, gathered = self._peak(), max(self.begun, world.peak_memory), (forward, backward)
+            passes, calm = self._peak(), max(self.begun, world.peak_memory)
             if update and not self.alone:
                 recorder, world.device.recorder = world.device.recorder, None
                 self.microbatch(rows, given, sync=False)  # which adds to gradients
                 passes, calm = max(passes, world.peak_memory), max(calm, world.peak_memory)
-                if self.then.again[True] and self._gathered(backward=True) == 1:  # its weights stay
+                if self.then.again[True] and self._lone():  # its weights stay
                     calm = passes
                 pending, late = self.deferred(rows, given, rest, kept)
                 if self.gatherer is not None and self.then != ALONE:
                     then, self.then = self.then, ALONE
-                    late = Late(*late[:3], *self.deferred(rows, given, rest, kept)[1][1:3])
+                    _, calm_late = self.deferred(rows, given, rest, kept)
+                    late = late._replace(calm_inputs=calm_late.inputs, calm_weights=calm_late.weights)
                     self.then = then
                 away, array, left = self.offloaded(rows, given, update, rest, 0)
                 world.device.recorder = recorder
@@ -741,14 +759,7 @@ class _Run:
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
         ending = Ending()
         if update and not self.alone:
-            ending = self.ending(rows, given, rest, after, late.weights + pending)
-            if left is not None:
-                whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
-                last = Ending(whole, max(whole, later), ending.sums)
-                if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
-                    with self._probe():
-                        last = self.ending(rows, given, rest, after, later)
-                left = left._replace(ending=last)
+            ending, left = self._endings(rows, given, rest, after, late.weights + pending, left)
             after = 0
         else:
             if not update:
@@ -756,18 +767,20 @@ class _Run:
                 pending, late = self.deferred(rows, given, rest, kept)
             away, array, left = self.offloaded(rows, given, update, rest, after)
         return Part(
-            trace, self.weights, gradients, states, kept, pending, max(passes, after), self.output, self.message, away,
-            array, self.largest, self.small, len(self.parameters), self.recorded(), replaceable(self.reducer),
-            sum(each.updated for each in own.values()), tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
-            0 if self.gatherer is None else self.gatherer.first_gathers, gathered, calm, late, ending,
-            left, loads=self.loads(), lone=self._gathered(backward=True) == 1,
+            trace=trace, weights=self.weights, gradients=gradients, states=states, kept=kept, pending=pending,
+            peak=max(passes, after), output=self.output, message=self.message, away=away, array=array,
+            largest=self.largest, small=self.small, count=len(self.parameters), recorded=self.recorded(),
+            settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
+            ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
+            first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
+            calm=calm, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
         )  # fmt: skip
 
     @property
-    def gatherer(self) -> WeightGatherer | None:
+    def gatherer(self) -> _Gatherer | None:
         """The gatherer of the weights, with ZeRO's stage 3."""
         found = next((p.storage.gatherer for p in self.parameters), None)
-        return found if isinstance(found, WeightGatherer) else None
+        return found if isinstance(found, _Gatherer) else None
 
     def loads(self) -> tuple[tuple[int | None, Load], ...]:
         """Return the loads of gradients whose sums a backward pass forms, with the numbers of those that are tied."""
@@ -782,7 +795,7 @@ class _Run:
         return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
     def offloaded(
-        self, rows: int, given: Between | None, update: bool, rest: int, after: int
+        self, rows: int, given: LayerOutput | None, update: bool, rest: int, after: int
     ) -> tuple[int, int, Left | None]:  # fmt: skip
         """Run a microbatch that offloads the activations of the blocks, if there are any; return the bytes that it puts
         away, those of the largest array, and what is left in memory.
@@ -811,18 +824,6 @@ class _Run:
             probe.place(self.blocks)
             yield probe
 
-    def _watch(self, gatherer: WeightGatherer) -> None:
-        """Note the bytes of what is gathered ahead."""
-        begin, device = gatherer.begin, self.world.device
-
-        def noted(wants: Sequence[Want]) -> dict[Want, Move]:
-            before = device.held
-            moves = begin(wants)
-            self.gathers.append(device.held - before)
-            return moves
-
-        gatherer.begin = noted  # type: ignore[method-assign]
-
     def _peak(self) -> int:
         """Return the peak of what ran within `_gathering`.
 
@@ -835,43 +836,36 @@ class _Run:
         gatherer, found = self.gatherer, 0
         if gatherer is None:
             return 0
-        if self.then.again[True] and self._gathered(backward=True) != 1:
+        if self.then.again[True] and not self._lone():
             found = self.ahead
         for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if self.then.other else ():
             if key in self.then.other:
                 found = max(found, gatherer.at_work(_parameters(layer)))
         return found
 
-    def _gathered(self, backward: bool) -> int:
-        """Return how many layers have weights that are gathered ahead in such a pass."""
-        known = () if self.gatherer is None else self.gatherer.known
-        return len({at.block for at in known if at.backward is backward})
+    def _lone(self) -> bool:
+        """Return True if one layer alone has weights that are gathered ahead in a backward pass."""
+        return self.gatherer is not None and self.gatherer.layers(backward=True) == 1
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Let the peak begin anew at each layer, if weights are gathered ahead; `begun` is the peak before.
-
-        Those of a pass through one layer alone stay gathered for the next pass, if it may be another one of these.
-        """
-        world, gatherer = self.world, self.gatherer
-        self.begun = 0
-        if gatherer is None:
-            yield
-            return
-        enter = gatherer.enter
-
-        def entered(backward: bool, block: int) -> None:
-            enter(backward, block)
-            self.begun = max(self.begun, world.peak_memory)
-            world.reset_peak()
-            if self.then.again[backward] and self._gathered(backward) == 1:
-                for visit in (v for at, v in gatherer.known.items() if (at.backward, at.block) == (backward, block)):
-                    visit.wants = (*visit.wants, *dict.fromkeys(visit.wants))
-
-        gatherer.enter = entered  # type: ignore[method-assign]
+        """Let the peak begin anew at each layer whose weights are gathered ahead; `begun` is the peak before."""
+        self.begun, self.gathering = 0, True
         yield
-        del gatherer.enter
-        gatherer.drop()
+        self.gathering = False
+        if self.gatherer is not None:
+            self.gatherer.drop()
+
+    def entered(self, gatherer: _Gatherer, backward: bool) -> None:
+        """Note the peak before a layer that a pass enters.
+
+        The weights of a pass through one layer alone stay gathered, if the next pass may be another one of these.
+        """
+        if self.gathering:
+            self.begun = max(self.begun, self.world.peak_memory)
+            self.world.reset_peak()
+            if self.then.again[backward] and gatherer.layers(backward) == 1:
+                gatherer.retain()
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -879,7 +873,7 @@ class _Run:
             self.reducer.settle()
         settle(self.updated)
 
-    def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
+    def microbatch(self, rows: int, given: LayerOutput | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
         targets, held, span = self._targets(rows), self.world.device.held, self.world.span
         self.gathers.clear()
@@ -887,7 +881,7 @@ class _Run:
         with self._training():
             with span("forward"):
                 y, root = self._forward(x.pop(), targets)  # nothing else keeps what is given
-            size = _nbytes(y)
+            size = int(y.data.block.nbytes)
             if self.gatherer is not None:
                 self.gatherer.drop()
             self.ahead = self.gathers[-1] if self.gatherer is not None and self.gatherer.ahead else 0
@@ -896,9 +890,9 @@ class _Run:
                 self.away, forward = probe.nbytes, self.world.peak_memory
                 self.world.reset_peak()
             if not self.last:
-                self.output, self.message = Between(y.shape, y.layout, y.dtype.name), size
+                self.output, self.message = LayerOutput(y.shape, y.layout, y.dtype.name), size
             del y
-            with span("backward"), _syncing(sync):
+            with span("backward"), nullcontext() if sync else no_sync():
                 if self.last:
                     (root * 1.0).backward()
                 else:
@@ -907,7 +901,7 @@ class _Run:
                 self.peaks = forward, self.world.peak_memory
         return kept
 
-    def ending(self, rows: int, given: Between | None, rest: int, after: int, later: int) -> Ending:
+    def ending(self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int) -> Ending:
         """Return the `Ending`, by such a microbatch if sums of gradients take memory in the last one alone.
 
         `after` is the peak of what follows, `later` those beside `rest` of gradients of weights that come last.
@@ -928,6 +922,20 @@ class _Run:
         whole = max(after, self.world.peak_memory - rest)
         return Ending(whole, max(whole, later), sums)
 
+    def _endings(
+        self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int, left: Left | None
+    ) -> tuple[Ending, Left | None]:  # fmt: skip
+        """Return the `Ending`, and `left` with the one where the activations of blocks are offloaded."""
+        ending = self.ending(rows, given, rest, after, later)
+        if left is None:
+            return ending, None
+        whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
+        last = Ending(whole, max(whole, later), ending.sums)
+        if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
+            with self._probe():
+                last = self.ending(rows, given, rest, after, later)
+        return ending, left._replace(ending=last)
+
     def _unit(self, x: Any, y: Any, root: Any) -> tuple[InFlight, list[Any]]:
         """Return a microbatch between its passes, and the gradients of its outputs."""
         unit = InFlight(self.grid, [x] if isinstance(x, Tensor) else [], [] if self.last else [y])
@@ -937,7 +945,7 @@ class _Run:
         return unit, [zeros(y.shape, self.grid, y.layout, y.dtype).block]
 
     def deferred(
-        self, rows: int, given: Between | None, rest: int, kept: int, probe: ActivationProbe | None = None
+        self, rows: int, given: LayerOutput | None, rest: int, kept: int, probe: ActivationProbe | None = None
     ) -> tuple[int, Late]:  # fmt: skip
         """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
 
@@ -968,13 +976,8 @@ class _Run:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        values = [p.data for p in self.elsewhere]
-        for p in self.elsewhere:
-            p.data = _Elsewhere(p.block, p.shape, p.layout, p.grid, p.data.order)
         with training_step(0), added_losses(True), using_positions(self.positions):
             yield
-        for p, data in zip(self.elsewhere, values, strict=True):
-            p.data = data
 
     def _targets(self, rows: int) -> Any:
         return self.inputs.targets(self.model, rows, self.grid) if self.last else None
@@ -985,17 +988,9 @@ class _Run:
             y = layer.forward(y)
         return y, self.criterion(y, targets)[0] if self.last else y
 
-    def _given(self, rows: int, given: Between | None) -> Any:
+    def _given(self, rows: int, given: LayerOutput | None) -> Any:
         if self.first:
             return self.inputs.first(self.model, rows, self.grid, self.config.model_dtype)
         assert given is not None
         data = zeros(given.shape, self.grid, given.layout, dtype_named(given.dtype))
         return Tensor(data, requires_grad=True)
-
-
-def _syncing(sync: bool) -> AbstractContextManager[Any]:
-    return nullcontext() if sync else no_sync()
-
-
-def _nbytes(y: Any) -> int:
-    return int(y.data.block.nbytes)

@@ -40,16 +40,10 @@ class Stage:
 
 
 def pipeline_timeline(
-    schedule: Schedule,
-    stages: Sequence[Stage],
-    machine: Machine,
-    *,
-    reduce: Sequence[Trace] = (),
-    step: Sequence[Trace] = (),
-    places: Sequence[Sequence[int]] | None = None,
-    on_node: int | None = None,
+    schedule: Schedule, stages: Sequence[Stage], machine: Machine, *, reduce: Sequence[Trace] = (),
+    step: Sequence[Trace] = (), places: Sequence[Sequence[int]] | None = None, on_node: int | None = None,
     timed: Callable[[Trace, bool], Timeline] | None = None,
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """Return the run of a pipeline's step, by the simulation of its schedule with the traced times of its stages.
 
     Parameters

@@ -13,7 +13,7 @@ from parlinalg.parallel.gatherer import dropped
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, Moment, SharedCores
 from parlinalg.planning.candidates import Candidate
-from parlinalg.planning.parts import Between, Part, queued
+from parlinalg.planning.parts import LayerOutput, Part, queued
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
 from parlinalg.planning.timeline import COMPUTED
 from parlinalg.planning.trace import Kernel, Start, Trace, Wait
@@ -215,8 +215,8 @@ class Predictor:
         heavy = most_events(model.layers(c)) > HEAVY
         counts = FEW_HEAVY if heavy else FEW_BESIDE if c.zero == 3 or c.pipeline == 1 else FEW
         stages: list[Figures] = []
-        known: dict[Any, tuple[Figures, Between | None]] = {}
-        given: Between | None = None
+        known: dict[Any, tuple[Figures, LayerOutput | None]] = {}
+        given: LayerOutput | None = None
         more = model.of_stages(c, spec)
         for s, (a, b) in enumerate(model.cuts(spec)):
             key = tuple(keys[a:b]), given, *more[s].values()

@@ -21,7 +21,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
@@ -31,7 +31,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded, counted, enumerated
 from parlinalg.planning.bounds import Bounds
-from parlinalg.planning.candidates import Candidate, Frame, Space, given_offload, implied, offload_sets
+from parlinalg.planning.candidates import Candidate, MeshShape, Space, given_offload, implied, offload_sets
 from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.predictor import Held, Planned, Predictor
@@ -48,7 +48,7 @@ EVENTS = 800_000  # that they have at most, beyond which no further one is begun
 EVENTS_FULL = 400_000  # likewise of traces in full
 PROOF = 1_500_000  # events that a proof is foreseen to trace, beyond which it is beyond reach too
 PROVE = 1_000_000  # events after which it ends, if it takes more than was foreseen: about a minute
-BEAM = 4  # of the fastest ways to use the ranks that are varied in a round
+BEAM = 4  # of the fastest meshes that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
@@ -217,7 +217,7 @@ def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batc
         )
     if own.pipeline.ranks > depth:
         return f"parallel.pipeline={own.pipeline.ranks}, but the model has {depth} layers: a stage takes at least one"
-    every = {(frame.data, frame.pipeline) for frame in Space(config, given, ranks, 0, depth, [""]).frames()}
+    every = {(mesh.data, mesh.pipeline) for mesh in Space(config, given, ranks, 0, depth, [""]).meshes()}
     if not every:
         return (
             f"{counted(ranks, 'rank')} cannot be used{fixed}: the model has {depth} layers, so that a pipeline has at "
@@ -247,16 +247,16 @@ def endless(model: TracedModel, space: Space, best: int) -> bool:
 
     A layer takes the most where the most ranks share a copy of it; one candidate of a kind stands for the others.
     """
-    frames = list(space.frames())
-    width = max((frame.sequence * (frame.tensor.ranks or 1) for frame in frames), default=1)
-    kinds: dict[str, Frame] = {}
-    for frame in frames:
-        if frame.sequence * (frame.tensor.ranks or 1) == width and space.count(frame):
-            kinds.setdefault(_kind(frame), frame)
+    meshes = list(space.meshes())
+    width = max((mesh.width for mesh in meshes), default=1)
+    kinds: dict[str, MeshShape] = {}
+    for mesh in meshes:
+        if mesh.width == width and space.count(mesh):
+            kinds.setdefault(_kind(mesh), mesh)
     most = 0
-    for frame in kinds.values():
+    for mesh in kinds.values():
         with suppress(ParlinalgError):  # told when the candidate comes up
-            most = max(most, most_events(model.layers_of_one_copy(next(space.steps(frame)))))
+            most = max(most, most_events(model.layers_of_one_copy(next(space.steps(mesh)))))
     return most * (len(space) + 4 * best * model.depth) > PROOF
 
 
@@ -283,11 +283,11 @@ class _Search:
         self.refused: Counter[str] = Counter()
         self.refused_of: dict[str, Candidate] = {}
         self.left: list[tuple[float, Candidate]] = []
-        self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
+        self.others: list[tuple[float, MeshShape, int]] = []  # meshes of which no candidate was looked at
         self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
         self.least: list[tuple[int, str, Candidate]] = []  # what was traced and does not fit although it offloads
         self.no_room: list[tuple[int, str, Held]] = []  # what would fit, but has no room for what it offloads
-        self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
+        self.crammed: list[tuple[int, MeshShape, int]] = []  # meshes whose weights alone do not fit
         self.in_full: set[Candidate] = set()  # those traced so, whatever became of them
         self.proven = True
         self.unknown = False  # whether some cannot be imagined
@@ -338,15 +338,12 @@ class _Search:
                 before = self.model.traces
                 if self._full(c) is None and self.model.traces == before:  # others' traces say that it does not fit
                     self.in_full.discard(c)
-            elif (found := self._asked(c, self._bounded)) is not None:
+            elif (found := self._asked(c, lambda c: self.bounds.within(c, self.memory))) is not None:
                 seconds, need = found
                 if need > self.memory:
                     self.too_full.append((need, c, -1))
                 else:
                     heapq.heappush(heap, (seconds, 1, n, c))
-
-    def _bounded(self, c: Candidate) -> tuple[float, int]:
-        return self.bounds.within(c, self.memory)
 
     def _reach(self) -> None:
         """Estimate the likeliest candidates and those near the fastest of them, and trace the first in full.
@@ -354,29 +351,29 @@ class _Search:
         Forms of tensor and sequence parallelism, each with and without a pipeline, take turns, so that each comes up.
         """
         guess = Guesses(self.model)
-        guessed: dict[Frame, Guess] = {}
-        numbers: dict[Frame, int] = {}
+        guessed: dict[MeshShape, Guess] = {}
+        numbers: dict[MeshShape, int] = {}
         recompute = self.space.recompute
-        for frame in self.space.frames():
-            number = self.space.count(frame)
+        for mesh in self.space.meshes():
+            number = self.space.count(mesh)
             if not number:
                 continue
-            sample = next(self.space.steps(frame))
-            stages = self.space.stages(frame.data)
+            sample = next(self.space.steps(mesh))
+            stages = self.space.stages(mesh.data)
             if (need := min(self.bounds.static_memory(replace(sample, zero=z)) for z in stages)) > self.memory:
-                self.crammed.append((need, frame, number))
+                self.crammed.append((need, mesh, number))
             else:
-                guessed[frame] = guess(frame, self.space.counts(frame), recompute, self.memory)
-                numbers[frame] = number
+                guessed[mesh] = guess(mesh, self.space.counts(mesh), recompute, self.memory)
+                numbers[mesh] = number
         turns: Counter[str] = Counter()
         order = []
-        for i, frame in enumerate(sorted(guessed, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))):
-            order.append((turns[_kind(frame)], i, frame))
-            turns[_kind(frame)] += 1
-        for _, _, frame in sorted(order, key=lambda x: x[:2]):
+        for i, mesh in enumerate(_by_guess(guessed, guessed)):
+            order.append((turns[_kind(mesh)], i, mesh))
+            turns[_kind(mesh)] += 1
+        for _, _, mesh in sorted(order, key=lambda x: x[:2]):
             if self._tired(0.5 if self._fitting() else 1.0):
                 break
-            self._begin(frame, guessed[frame])
+            self._begin(mesh, guessed[mesh])
         self._climb(guessed)
         if self.model.ranks <= ALL:  # beyond, traces and simulations take too long
             self._mend()
@@ -386,19 +383,19 @@ class _Search:
                 break
             if len(self.done) < max(FULL, min(self.best, 2 * FULL)):
                 self._full(p.candidate)
-        seen = {c.frame for c in self.estimated}
-        self.others = [(guessed[f].seconds, f, numbers[f]) for f in guessed if f not in seen]
+        seen = {c.mesh for c in self.estimated}
+        self.others = [(guessed[m].seconds, m, numbers[m]) for m in guessed if m not in seen]
         self.proven = False
 
     def _fitting(self) -> list[Planned]:
         """Return what was estimated and fits, the fastest first."""
         return sorted((p for p in self.estimated.values() if self._fits(p)), key=_order)
 
-    def _begin(self, frame: Frame, guess: Guess) -> None:
-        """Estimate a frame: as guessed, then with what saves memory until it fits."""
-        steps = list(self.space.steps(frame))
-        counts = self.space.counts(frame)
-        most = max(self.space.stages(frame.data))
+    def _begin(self, mesh: MeshShape, guess: Guess) -> None:
+        """Estimate a mesh: as guessed, then with what saves memory until it fits."""
+        steps = list(self.space.steps(mesh))
+        counts = self.space.counts(mesh)
+        most = max(self.space.stages(mesh.data))
         again = self.space.recompute[-1]
         one = min(1, most)
         tries = (one, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
@@ -493,14 +490,14 @@ class _Search:
         planned = (made if isinstance(made, Planned) else self._asked(other, predict) for other, made in found)
         return min((p for p in planned if p is not None), key=_order, default=None)
 
-    def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
-        """Estimate those that differ in one choice from the fastest of a few frames, until these are all known."""
+    def _climb(self, guessed: Mapping[MeshShape, Guess]) -> None:
+        """Estimate those that differ in one choice from the fastest of a few meshes, until these are all known."""
         varied: set[Candidate] = set()
         for _ in range(ROUNDS):
-            first: dict[Frame, Planned] = {}
+            first: dict[MeshShape, Planned] = {}
             for p in self._fitting():
                 if len(first) < BEAM:
-                    first.setdefault(p.candidate.frame, p)
+                    first.setdefault(p.candidate.mesh, p)
             own = self.space.offload
             new = [p.candidate for p in first.values() if replace(p.candidate, offload=own) not in varied]
             if not new or self._tired():
@@ -508,41 +505,41 @@ class _Search:
             for i, chosen in enumerate(new):
                 best = replace(chosen, offload=own)
                 varied.add(best)
-                steps = list(self.space.steps(best.frame))
+                steps = list(self.space.steps(best.mesh))
                 again = self.space.recompute
                 for c in steps:
-                    near = _one_apart(c, best, self.space.counts(c.frame)) and (i == 0 or c.order == best.order)
+                    near = _one_apart(c, best, self.space.counts(c.mesh)) and (i == 0 or c.order == best.order)
                     more = again.index(c.recompute) > again.index(best.recompute)  # slower, and not needed to fit
                     if not near or (more and chosen == best) or self._tired():
                         continue
                     found = self._estimate(c)
                     if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
                         self._reschedule(c, found, steps)
-                known = {e.frame for e in self.estimated}
-                frames = [f for f in guessed if f not in known and _near(f, best.frame)]
-                for frame in sorted(frames, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
+                known = {e.mesh for e in self.estimated}
+                meshes = [m for m in guessed if m not in known and _near(m, best.mesh)]
+                for mesh in _by_guess(meshes, guessed)[:NEAR]:
                     if not self._tired():
-                        self._begin(frame, guessed[frame])
+                        self._begin(mesh, guessed[mesh])
 
     def _mend(self) -> None:
-        """Estimate, in each of the fastest frames with a pipeline, what differs from its fastest in one choice, until
+        """Estimate, in each of the fastest meshes with a pipeline, what differs from its fastest in one choice, until
         nothing is faster.
 
-        A frame is begun with one schedule and number of microbatches; others may make it the fastest of all.
+        A mesh is begun with one schedule and number of microbatches; others may make it the fastest of all.
         """
-        firsts: dict[Frame, Planned] = {}
+        firsts: dict[MeshShape, Planned] = {}
         for p in self._fitting():
             if p.candidate.pipeline > 1:
-                firsts.setdefault(p.candidate.frame, p)
+                firsts.setdefault(p.candidate.mesh, p)
         most = self.model.traces + TRACES
-        for frame, first in itertools.islice(firsts.items(), FULL):
+        for mesh, first in itertools.islice(firsts.items(), FULL):
             best: Planned | None = None
             while first is not best and self._more(most):
                 best = first
-                for c in self.space.steps(frame):
-                    if _one_apart(c, best.candidate, self.space.counts(frame)) and self._more(most):
+                for c in self.space.steps(mesh):
+                    if _one_apart(c, best.candidate, self.space.counts(mesh)) and self._more(most):
                         self._estimate(c)
-                first = next(p for p in self._fitting() if p.candidate.frame == frame)
+                first = next(p for p in self._fitting() if p.candidate.mesh == mesh)
 
     def _more(self, most: int) -> bool:
         return self.model.traces < most and self.model.events < EVENTS
@@ -604,11 +601,11 @@ class _Search:
         if self.done:
             return ""
         if not self.too_full and self.crammed:
-            need, frame, _ = min(self.crammed, key=lambda x: x[0])
+            need, mesh, _ = min(self.crammed, key=lambda x: x[0])
             return (
                 f"no configuration on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the "
                 f"weights, gradients and states alone need {format_bytes(need, up=True)}, in a candidate of the kind "
-                f"{_kind(frame)}; give more memory or more ranks"
+                f"{_kind(mesh)}; give more memory or more ranks"
             )
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
@@ -703,22 +700,22 @@ class _Search:
         return kept
 
     def _unseen(self, best: Planned) -> list[tuple[str, int, str]]:
-        """Return groups of frames of which no candidate was traced, with why."""
+        """Return groups of meshes of which no candidate was traced, with why."""
         found = []
         full: dict[str, list[tuple[int, int]]] = {}
-        for need, frame, number in self.crammed:
-            full.setdefault(_kind(frame), []).append((need, number))
+        for need, mesh, number in self.crammed:
+            full.setdefault(_kind(mesh), []).append((need, number))
         for name, needs in full.items():
             least = format_bytes(min(need for need, _ in needs))
             why = f"weights, gradients and states need at least {least}, and a rank has {format_bytes(self.memory)}"
             found.append((name, sum(n for _, n in needs), why))
-        mine = next((g for g, f, _ in self.others if f == best.candidate.frame), best.seconds)
+        mine = next((g for g, m, _ in self.others if m == best.candidate.mesh), best.seconds)
         rest: dict[str, list[tuple[float, int]]] = {}
-        for seconds, frame, number in self.others:
-            rest.setdefault(_kind(frame), []).append((seconds, number))
+        for seconds, mesh, number in self.others:
+            rest.setdefault(_kind(mesh), []).append((seconds, number))
         for name, guesses in rest.items():
             times = min(seconds for seconds, _ in guesses) / mine
-            tried = [p for p in self.estimated.values() if _kind(p.candidate.frame) == name]
+            tried = [p for p in self.estimated.values() if _kind(p.candidate.mesh) == name]
             why = f"not traced: products and words alone are guessed at {shown_ratio(times)} the time"
             if tried:
                 p = min(tried, key=_order)
@@ -732,7 +729,7 @@ class _Search:
 
 
 def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
-    """Return True if candidates of one frame differ in one choice; numbers of microbatches by at most two steps."""
+    """Return True if candidates of one mesh differ in one choice; numbers of microbatches by at most two steps."""
 
     def choices(c: Candidate) -> tuple[Any, ...]:
         return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts, c.order
@@ -742,10 +739,15 @@ def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
     return sum(x != y for x, y in zip(choices(a), choices(b), strict=True)) == 1
 
 
-def _near(a: Frame, b: Frame) -> bool:
-    """Return True if frames differ in the form of tensor parallelism, or in two sizes by a small factor."""
+def _by_guess(meshes: Iterable[MeshShape], guessed: Mapping[MeshShape, Guess]) -> list[MeshShape]:
+    """Return meshes in the order of their guesses, the fastest first."""
+    return sorted(meshes, key=lambda m: (guessed[m].seconds, m[:4], str(m.tensor)))
+
+
+def _near(a: MeshShape, b: MeshShape) -> bool:
+    """Return True if meshes differ in the form of tensor parallelism, or in two sizes by a small factor."""
     mine, theirs = (
-        (f.data, f.pipeline, f.sequence // f.ulysses, f.ulysses, f.tensor.ranks or 1) for f in (a, b)
+        (m.data, m.pipeline, m.sequence // m.ulysses, m.ulysses, m.tensor.ranks or 1) for m in (a, b)
     )  # fmt: skip
     if mine == theirs:
         return a != b
@@ -753,12 +755,12 @@ def _near(a: Frame, b: Frame) -> bool:
     return len(apart) == 2 and max(apart) <= 4
 
 
-def _kind(frame: Frame) -> str:
-    """Return the kinds of parallelism of a frame, without their sizes."""
-    texts = ["pipeline"] * (frame.pipeline > 1)
-    if (frame.tensor.ranks or 1) > 1:
-        texts.append(str(frame.tensor.mode).upper())
-    texts += ["Ulysses"] * (frame.ulysses > 1) + ["ring"] * (frame.sequence > frame.ulysses)
+def _kind(mesh: MeshShape) -> str:
+    """Return the kinds of parallelism of a mesh, without their sizes."""
+    texts = ["pipeline"] * (mesh.pipeline > 1)
+    if (mesh.tensor.ranks or 1) > 1:
+        texts.append(str(mesh.tensor.mode).upper())
+    texts += ["Ulysses"] * (mesh.ulysses > 1) + ["ring"] * (mesh.sequence > mesh.ulysses)
     return " × ".join(texts) or "data only"
 
 

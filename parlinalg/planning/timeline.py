@@ -391,7 +391,7 @@ class _Run:
         self.always = self.slowdown if pending and self.polled else 1.0
         self.crowd = machine.crowd(on_node, self.size)
         self.uneven = self.crowd > 1 and len(traces) > 1 and min(machine.overlap.waiting, machine.overlap.receiving) < 1
-        self.called = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
+        self.calls_cost = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
         self.traces = traces
         self.of_class: dict[int, int] = {}
@@ -628,7 +628,7 @@ class _Run:
                 continue
             if isinstance(event, Start | Test | Wait) and rank.clock > self.now + _SOON and not self._done(rank, event):
                 break  # what the others do before comes first
-            if isinstance(event, Start) and self.called and not rank.called:
+            if isinstance(event, Start) and self.calls_cost and not rank.called:
                 rank.called = True
                 if self._compute(rank, _CALL):
                     break

@@ -18,7 +18,7 @@ from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, given_offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Between, Inputs, Part, Then, declared, layer_keys, ties, trace_part, warn
+from parlinalg.planning.parts import Inputs, LayerOutput, Part, Then, declared, layer_keys, ties, trace_part, warn
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Trace
 from parlinalg.train.choices import LANGUAGE
@@ -217,7 +217,7 @@ class TracedModel:
     def on_one_rank(self, dtype: str | None, recompute: str | None, update: bool) -> list[Part]:
         """Return the parts of all layers on one rank, each with one sample; what layers share is in all of them."""
         config = _one_rank(dtype, recompute).apply(self.config, 1)
-        given: Between | None = None
+        given: LayerOutput | None = None
         found = []
         for i, key in enumerate(self.keys(dtype)):
             known = "alone", dtype, recompute, update, key, given
@@ -353,7 +353,7 @@ class TracedModel:
 
     def _layers(self, c: Candidate, setup: Setup, update: bool, ends: Collection[int] = ()) -> list[Part]:
         found: list[Part] = []
-        given: Between | None = None
+        given: LayerOutput | None = None
         more = self.gathering_again(c) if update else {}
         for i, key in enumerate(self.keys(c.dtype)):
             own = more | ({"ends": True} if i in ends else {})
@@ -378,7 +378,7 @@ class TracedModel:
             return [self.offloading(self.whole(c), c)]
         keys = self.keys(c.dtype)
         parts: list[Part] = []
-        given: Between | None = None
+        given: LayerOutput | None = None
         known: dict[Any, Part] = {}
         more = self.of_stages(c, spec)
         for s, (a, b) in enumerate(self.cuts(spec)):

@@ -30,7 +30,7 @@ from parlinalg.optim import Optimizer
 from parlinalg.train import checkpoint_files as folders
 from parlinalg.train.checkpoint_files import Part, RankFile, Reader, check_fits, read_index
 from parlinalg.train.checkpoint_index import INDEX, Entry, File, Index, Rectangle, name_of
-from parlinalg.train.checkpoint_pieces import description, pieces_of, share_out
+from parlinalg.train.checkpoint_pieces import description, pieces_of, rectangles_to_write
 from parlinalg.train.config import CheckpointConfig
 from parlinalg.train.lock import FolderLock
 from parlinalg.train.schema import integer, refuse
@@ -124,7 +124,7 @@ class Checkpoints:
         self.keep, self.best, self.background = keep, best, background
         self._pending: _Pending | None = None
         self._measured: dict[int, float | None] = {}
-        self._shared: tuple[str, dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]] | None = None
+        self._assignment: tuple[str, dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]] | None = None
         self._lock: FolderLock | None = None  # on rank 0, as what follows
         self._kept: set[int] = set()  # the steps whose checkpoints are to be there
         self._removed = False  # whether the folder was, during the training
@@ -195,7 +195,7 @@ class Checkpoints:
         self._together(lambda: check_training(step, training), "saving")
         self.settle()
         pieces = pieces_of(self.parameters, self.optimizer)
-        mine, tensors = self._share_out(description(pieces))
+        mine, tensors = self._assigned(description(pieces))
         parts = [Part(p, corner) for p in pieces for corner in mine.get(p.name, ())]
         folder = self.folder / name_of(step)
         token = self.comm.share(os.urandom(4).hex(), others="alike")[0]
@@ -221,15 +221,15 @@ class Checkpoints:
         if not self.background:
             self.settle()
 
-    def _share_out(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
+    def _assigned(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
         """Return the parts that this rank writes, and all tensors; the same as before if no rank holds other parts."""
         digest = hashlib.blake2b(json.dumps(held).encode(), digest_size=16).hexdigest()
-        known = self._shared is not None and self._shared[0] == digest
-        if not all(self.comm.share(known, others="alike")) or self._shared is None:
+        known = self._assignment is not None and self._assignment[0] == digest
+        if not all(self.comm.share(known, others="alike")) or self._assignment is None:
             everyone = self.comm.share(held, others="by rank")
             tensors = {name: (dtype, tuple(shape)) for theirs in everyone for name, dtype, shape, *_ in theirs}
-            self._shared = digest, share_out(everyone, self.comm.rank), tensors
-        return self._shared[1:]
+            self._assignment = digest, rectangles_to_write(everyone, self.comm.rank), tensors
+        return self._assignment[1:]
 
     def poll(self) -> None:
         """Complete a save whose files are written on all ranks; else do nothing.  Collective, once a step.
@@ -242,11 +242,8 @@ class Checkpoints:
         if self._pending is None:
             return
         flag = np.array([self._pending.file.writing], np.int32)
-        books, self.comm.books = self.comm.books, []  # the ledger is about the training
-        try:
+        with self.comm.uncounted():
             self.comm.all_reduce(flag, op="max")
-        finally:
-            self.comm.books = books
         if not flag[0]:
             self._complete()
 
@@ -271,7 +268,7 @@ class Checkpoints:
             On all ranks, if a file could not be written on any, or checkpoints were taken away meanwhile.
         """
         if lost := self.close():
-            raise removed(str(self.folder), lost)
+            raise removal_error(str(self.folder), lost)
 
     def close(self) -> list[str]:
         """Wait for a save in flight, complete it, and leave the folder to others.  Collective.
@@ -483,7 +480,7 @@ class Checkpoints:
             raise CheckpointError(str(error)) from None
 
 
-def removed(folder: str, gone: Sequence[str]) -> CheckpointError:
+def removal_error(folder: str, gone: Sequence[str]) -> CheckpointError:
     """Return the error that says that files of a folder are gone."""
     return CheckpointError(
         f"{folder} was removed or changed while the training ran: {', '.join(gone)} {'are' if len(gone) > 1 else 'is'} "

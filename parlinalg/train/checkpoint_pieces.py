@@ -96,10 +96,12 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
         return found
     names = {id(p): name for name, p in parameters.items()}
     resident = isinstance(optimizer.flat.states, InMemory)
-    for entry in entries:
-        p = entry.parameter
+    homes = optimizer.home_states()
+    for p in (*(e.parameter for e in entries), *(home.parameter for home in homes)):
         if id(p) not in names:
             raise ConfigError(f"the optimizer has the parameter {p.name!r}, which is not one of the model's")
+    for entry in entries:
+        p = entry.parameter
         for state in entry.names:
             found.append(
                 Piece(
@@ -108,10 +110,8 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
                     _writes(optimizer, entry, state),
                 )
             )  # fmt: skip
-    for home in [] if optimizer is None else optimizer.home_states():
+    for home in homes:
         p, mine = home.parameter, home.entry is not None
-        if id(p) not in names:
-            raise ConfigError(f"the optimizer has the parameter {p.name!r}, which is not one of the model's")
         block = tuple(range(n if mine else 0) for n in home.shape)
         found.append(
             Piece(
@@ -170,7 +170,7 @@ def description(pieces: Sequence[Piece]) -> list[Any]:
     ]
 
 
-def share_out(everyone: Sequence[Sequence[Any]], rank: int) -> dict[str, list[Corner]]:
+def rectangles_to_write(everyone: Sequence[Sequence[Any]], rank: int) -> dict[str, list[Corner]]:
     """Return the rectangles of each tensor that one rank writes: over all ranks, each element once.  Pure.
 
     The largest come first, and each goes to the rank that has the least to write so far of those that hold it; one

@@ -31,12 +31,12 @@ from parlinalg.train.schema import (
     Short,
     check_keys,
     choice,
-    divisors,
     encodable,
     flag,
     integer,
     key,
     listed,
+    listed_divisors,
     one_of,
     optional,
     real,
@@ -159,7 +159,7 @@ class SequenceConfig(Section):
         if self.ranks % self.ulysses:
             raise ConfigError(
                 f"{where}.ulysses={self.ulysses} does not divide {where}.size={self.ranks}, the ranks of a sequence: "
-                f"it may be {divisors(self.ranks)}"
+                f"it may be {listed_divisors(self.ranks)}"
             )
 
 

@@ -301,12 +301,12 @@ class Engine:
         else:
             weight = self._weight
         self.check_finite(loss.item())
-        self._pull(loss, weight)
+        self._backward(loss, weight)
         self._sums.rows += self._forwarded
         self._next_microbatch()
         self._weight = weight
 
-    def _pull(self, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
+    def _backward(self, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
         """Make the backward pass of a loss of this weight; `last`: its batch has no further microbatch."""
         syncs = last and self._microbatch == self.accumulate - 1
         with nullcontext() if syncs else no_sync(), self.update.tolerance():
@@ -326,7 +326,7 @@ class Engine:
         """
         total, count, measures, output = self._forward(part, forward_only, keeps)
         if not forward_only:
-            self._pull(total, last=last)
+            self._backward(total, last=last)
             self._sums.rows += self._forwarded
             self._sums.targets += count
         self._next_microbatch()

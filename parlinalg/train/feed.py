@@ -72,7 +72,7 @@ class Feed:
         """Return the number of batches of an epoch."""
         return len(self.source)
 
-    def said(self) -> int:
+    def reported(self) -> int:
         """Return the number of batches of an epoch that the source reports; 0 where it reports none."""
         try:
             return len(self.source)
@@ -303,10 +303,11 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
         return agreed(world, draw, lambda found: look_at(found, check))
     except StopIteration:
         given = f" after {data_iter.given} batches" if isinstance(data_iter, Pass) else ""
-        if isinstance(data_iter, Pass) and (said := data_iter.feed.said()) > data_iter.given:
+        if isinstance(data_iter, Pass) and (reported := data_iter.feed.reported()) > data_iter.given:
             raise EngineError(
-                f"epoch {data_iter.epoch} of the dataloader ends{given}, and its len() is {said}: let __len__ return "
-                "the batches that each iteration gives, and each iter() of it begin anew, unlike that of an iterator"
+                f"epoch {data_iter.epoch} of the dataloader ends{given}, and its len() is {reported}: let __len__ "
+                "return the batches that each iteration gives, and each iter() of it begin anew, unlike that of an "
+                "iterator"
             ) from None
         raise EngineError(
             f"data_iter ends{given}, and a step needs another batch: make at most len(train_dataloader) steps of an "

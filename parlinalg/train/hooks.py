@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parlinalg.comm.streams import Lines, tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
-from parlinalg.train.checkpoint import Checkpoints, better, check_options, removed
+from parlinalg.train.checkpoint import Checkpoints, better, check_options, removal_error
 from parlinalg.train.feed import check_loader
 from parlinalg.train.schema import integer, optional, real, refuse
 
@@ -248,7 +248,7 @@ class CheckpointHook(Hook):
         gone = self._checkpoints.close()
         self.lost = [f"{self.to}/{name}" for name in gone]
         if gone and not any(hook.reports_lost for hook in trainer.hooks):
-            raise removed(str(self.to), gone)
+            raise removal_error(str(self.to), gone)
 
     def close(self, trainer: Trainer) -> None:
         if self._checkpoints is not None:

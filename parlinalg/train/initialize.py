@@ -342,16 +342,18 @@ def _idle(handler: Handler, sizes: Mapping[str, int]) -> bool:
 
 
 def reducer_for(
-    config: TrainingConfig, grid: Grid, model: Module, chunks: Sequence[Sequence[Parameter]] = ()
-) -> GradientReducer:
+    config: TrainingConfig, grid: Grid, model: Module, chunks: Sequence[Sequence[Parameter]] = (),
+    gatherer: Callable[..., WeightGatherer] = WeightGatherer,
+) -> GradientReducer:  # fmt: skip
     """Return the reducer of the gradients, which with ZeRO shards the parameters.
 
     `chunks` has the parameters that it takes, as of `GradientReducer`; by default all, by a pipeline's chunks.
+    `gatherer` makes the weight gatherer of ZeRO's stage 3.
     """
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
     if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1 and rest_cut(model.parameters(), DATA):
-        WeightGatherer(model, axes=DATA, accumulate=config.zero.accumulate)
+        gatherer(model, axes=DATA, accumulate=config.zero.accumulate)
     parameters = [p for own in chunks for p in own] or list(model.parameters())
     if not chunks and isinstance(model, PipelineModel):
         chunks = [list(own.parameters()) for own in model.chunks]

@@ -95,7 +95,7 @@ class FolderLock:
 
 
 def _acquire(path: Path) -> tuple[int, int]:
-    """Lock the file, or count one more who shares the lock; what the lock is known by."""
+    """Lock the file, or count one more who shares the lock; return the key of the lock."""
     for left in reversed(range(_TRIES)):
         descriptor = -1
         try:
@@ -165,7 +165,7 @@ def _same(path: Path, key: tuple[int, int]) -> bool:
 
 
 def _describe(descriptor: int) -> str:
-    """Write who has the lock; its token."""
+    """Write who has the lock; return its token."""
     token = os.urandom(8).hex()
     values = {
         "token": token,

@@ -9,12 +9,12 @@ from itertools import pairwise
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.mesh import DIMENSIONS, OUTSIDE, MeshSpec, stages_text
+from parlinalg.train.recipes import SIZES
 
 __all__ = ["rank_map"]
 
 ROWS = 12  # lines of one list before it is folded
 COLUMNS = 16  # ranks in a line
-DEPTH = 4  # of Language's models by default
 
 Nodes = Sequence[int]
 
@@ -208,4 +208,4 @@ def layer_counts(config: TrainingConfig, spec: MeshSpec) -> tuple[int, ...] | No
     """Return the layers of each stage, with the embedding and the head; None if only the model itself can tell."""
     if config.model.name not in LANGUAGE:
         return None
-    return spec.layer_counts(config.model.options.get("num_hidden_layers", DEPTH))
+    return spec.layer_counts(config.model.options.get("num_hidden_layers", SIZES["num_hidden_layers"]))

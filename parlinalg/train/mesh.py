@@ -22,14 +22,14 @@ from parlinalg.layout import coordinates, index_of
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline.build import from_pretrained, open_meshes
-from parlinalg.pipeline.partition import by_hand, share_layers
+from parlinalg.pipeline.partition import block_partition, given_partition
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.topology import PipelineTopology, arrange
 from parlinalg.schemes import Scheme, for_mode
 from parlinalg.sequence import sequence_order
 from parlinalg.train.config import ParallelConfig, ScheduleConfig, TensorConfig, TrainingConfig, ZeroConfig, load
-from parlinalg.train.schema import divisors, listed
+from parlinalg.train.schema import listed, listed_divisors
 
 __all__ = ["Mesh", "MeshSpec", "launch", "resolve"]
 
@@ -125,8 +125,8 @@ class MeshSpec:
             return None
         layers = [Layer(str(i), lambda x: x, (), i in (0, depth + 1)) for i in range(depth + 2)]
         if isinstance(self.partition, str):
-            return share_layers(layers, self.schedule.stages)
-        return by_hand(self.partition, layers, self.schedule.stages)
+            return block_partition(layers, self.schedule.stages)
+        return given_partition(self.partition, layers, self.schedule.stages)
 
     @property
     def ring(self) -> int:
@@ -270,7 +270,7 @@ def _data_ranks(data: int | None, others: int, tensor: int, ranks: int) -> int:
             raise ConfigError(
                 f"pipeline × sequence × tensor = {others * tensor} does not divide the {ranks} ranks there are: "
                 f"start with a multiple of {others * tensor} ranks (mpiexec -n {others * tensor}), or use a {what} of "
-                f"{divisors(n)}"
+                f"{listed_divisors(n)}"
             )
         return ranks // (others * tensor)
     if data * others * tensor != ranks:
@@ -301,7 +301,8 @@ def _with_zero(spec: MeshSpec, zero: ZeroConfig) -> MeshSpec:
     scheme, axes, within = spec.scheme, spec.axes, zero.within or spec.data
     if spec.data % within:
         raise ConfigError(
-            f"zero.within={within} does not divide the {spec.data} data parallel ranks: it may be {divisors(spec.data)}"
+            f"zero.within={within} does not divide the {spec.data} data parallel ranks: it may be "
+            f"{listed_divisors(spec.data)}"
         )
     if within < spec.data:
         scheme = scheme.factored(DATA, (REPLICA, DATA))

@@ -11,7 +11,7 @@ from parlinalg.train.config import TrainingConfig
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed, rows_of
 from parlinalg.train.mesh import Mesh
-from parlinalg.train.schedules import Sample, Stages, order_of, worker_of
+from parlinalg.train.schedules import EngineTask, LazyBatch, order_of, worker_of
 
 
 def check_offload(config: TrainingConfig, mesh: Mesh | None, train: Any) -> None:
@@ -48,8 +48,8 @@ def offload(config: TrainingConfig, mesh: Mesh, engine: Engine, train: Feed | No
         if worker is None:
             options["kept"] = extrapolated({n: _kept(engine, part) for n, part in parts.items()}, rows)
         else:
-            samples = {n: Sample(engine, part, 0) for n, part in parts.items()}
-            options["kept"] = worker.activation_memory(samples, Stages(engine, False), rows)
+            samples = {n: LazyBatch(engine, part, 0) for n, part in parts.items()}
+            options["kept"] = worker.activation_memory(samples, EngineTask(engine, False), rows)
     engine.memory_plan = made = plan(engine.model, engine.optimizer, **options)
     mesh.ends.callback(engine.restore)
     engine.resources.enter_context(made.apply())

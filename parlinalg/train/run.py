@@ -40,14 +40,9 @@ SHOWN = 64  # ranks named one by one
 
 
 def train(
-    config: TrainingConfig | Mapping[str, Any] | str | Path,
-    out: Path,
-    settings: Sequence[str] = (),
-    comm: object = None,
-    *,
-    resume: bool = False,
-    fall_back: bool = False,
-) -> int:
+    config: TrainingConfig | Mapping[str, Any] | str | Path, out: Path, settings: Sequence[str] = (),
+    comm: object = None, *, resume: bool = False, fall_back: bool = False,
+) -> int:  # fmt: skip
     """Train a model; leave `metrics.jsonl`, `metrics.png`, `ranks.json` and checkpoints in `out`.  Collective.
 
     Parameters

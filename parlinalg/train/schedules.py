@@ -115,7 +115,7 @@ class BaseSchedule:
         """
         raise NotImplementedError
 
-    def made(self, ranks: int) -> Schedule:
+    def order(self, ranks: int) -> Schedule:
         """Return the order of work of so many pipeline ranks."""
         raise ConfigError(
             f"{type(self).__name__} is for models that are not cut into stages, and the pipeline has {ranks} ranks: "
@@ -180,13 +180,13 @@ class PipelineSchedule(NonPipelineSchedule):
         self.name, self.every = schedule, every
         self.num_model_chunks: int | None = optional(integer(1))("num_model_chunks", num_model_chunks)
 
-    def made(self, ranks: int) -> Schedule:
+    def order(self, ranks: int) -> Schedule:
         return make_schedule(self.name, ranks, self.num_microbatches, self.num_model_chunks, every=self.every)
 
     def passes(self, engine: Engine) -> Callable[[Engine, Sequence[Any], bool, bool], Passes]:
         if not engine.in_stages:
             return super().passes(engine)
-        return partial(through_stages, worker_of(engine, self.made(engine.model.topology.size)))
+        return partial(through_stages, worker_of(engine, self.order(engine.model.topology.size)))
 
     def __repr__(self) -> str:
         chunks = "" if self.num_model_chunks is None else f", num_model_chunks={self.num_model_chunks}"
@@ -208,8 +208,8 @@ class InterleavedPipelineSchedule(PipelineSchedule):
         super().__init__(num_microbatches, "interleaved", num_model_chunks)
 
 
-class Sample:
-    """A microbatch as the stages see it; its inputs are cut where they are asked for, in the first one."""
+class LazyBatch:
+    """A microbatch whose inputs are placed on the grid when they are asked for, which the first stage alone does."""
 
     def __init__(self, engine: Engine, part: Any, offset: int) -> None:
         self._engine, self.offset = engine, offset
@@ -228,18 +228,18 @@ class Sample:
         return rows_of(self._given)
 
 
-class Stages:
-    """The engine as the task of a pipeline's worker; see `parlinalg.pipeline.worker.Task`."""
+class EngineTask:
+    """The task of a pipeline's worker, by an engine; see `parlinalg.pipeline.worker.Task`."""
 
     def __init__(self, engine: Engine, keeps: bool) -> None:
         self._engine, self._keeps = engine, keeps
         self.outputs: dict[int, Any] = {}
 
-    def context(self, batch: Sample) -> AbstractContextManager[Any]:
+    def context(self, batch: LazyBatch) -> AbstractContextManager[Any]:
         """Return the context of a stage's forward pass."""
         return self._engine.context(batch.part)
 
-    def losses_of(self, output: Any, batch: Sample) -> tuple[Tensor, int, dict[str, float]]:
+    def losses_of(self, output: Any, batch: LazyBatch) -> tuple[Tensor, int, dict[str, float]]:
         """Return the sum of the losses, their number, and as measures that number and the sums of the metrics."""
         total, count, measures = self._engine.losses(output, batch.label)
         if self._keeps:
@@ -265,8 +265,8 @@ def through_stages(worker: Worker, engine: Engine, parts: Sequence[Any], forward
     """Run the stages of an engine's model over microbatches, by their schedule.  Collective."""
     samples: list[Any] = []
     for part in parts:
-        samples.append(Sample(engine, part, sum(map(len, samples))))
-    task: Any = Stages(engine, keeps)
+        samples.append(LazyBatch(engine, part, sum(map(len, samples))))
+    task: Any = EngineTask(engine, keeps)
     stepped = worker.schedule.asynchronous
     if forward_only:
         sums = worker.forward(samples, task)
@@ -306,7 +306,7 @@ def order_of(engine: Engine) -> Schedule | None:
     """Return the order of work of the stages of an engine's model; None where it is not cut into some."""
     if not engine.in_stages or engine.schedule is None:
         return None
-    return engine.schedule.made(engine.model.topology.size)
+    return engine.schedule.order(engine.model.topology.size)
 
 
 def _engine(given: Any) -> Engine:
@@ -364,7 +364,7 @@ def cut(model: Module, mesh: Mesh, schedule: BaseSchedule, seed: int, train: Fee
     train, sample
         Data, and the model's inputs of a microbatch, as of `initialize`: the partitions "time" and "flops" need them.
     """
-    order = schedule.made(mesh.topology.size)
+    order = schedule.order(mesh.topology.size)
     if sample is None and train is not None:
         train.place(partial(placement, model, mesh.grid, mesh.world))
         sample = partial(_first, model, mesh.grid, train, order.microbatches)

@@ -381,6 +381,6 @@ def listed(values: Iterable[object]) -> str:
     return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]])) if texts else "nothing"
 
 
-def divisors(n: int) -> str:
+def listed_divisors(n: int) -> str:
     """Return the divisors of a number as text: "1, 2 or 4"."""
     return listed(d for d in range(1, n + 1) if n % d == 0)

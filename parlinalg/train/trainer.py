@@ -297,16 +297,13 @@ class Trainer:
             return
         flags = np.array([bool(self.why), 0 if stop is None else stop.pending], np.int32)
         world = self.engine.world
-        books, world.books = world.books, []  # the ledger is about the training
-        try:
+        with world.uncounted():
             world.all_reduce(flags, op="max")
             if flags[1]:
                 self.signal = Signals(int(flags[1])).name
                 self.why = f"stopped by {self.signal}"
             elif flags[0]:
                 self.why = next(filter(None, world.share(self.why, others="alike")))
-        finally:
-            world.books = books
 
     def _call(self, point: str, *arguments: Any, reverse: bool = False) -> None:
         for hook in reversed(self.hooks) if reverse else self.hooks:

@@ -15,7 +15,7 @@ from parlinalg import linalg
 from parlinalg.errors import PlanError
 from parlinalg.linalg import tile_sizes
 from parlinalg.linalg.planner import ROUTINES, SQUARE, plan_linalg
-from parlinalg.linalg.tile_sizes import block_size, candidates, predicted
+from parlinalg.linalg.tile_sizes import Constants, block_size, candidates, predicted
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.units import format_bytes
 
@@ -112,9 +112,7 @@ def test_tiles_leave_no_rank_idle_and_are_the_best_of_the_model(routine):
         b = block_size(routine, m, n, R, C)
         assert 16 <= b <= 256
         assert b == 16 or ((R == 1 or (m - 1) // b + 1 >= 2 * R - 1) and (C == 1 or (n - 1) // b + 1 >= 2 * C - 1))
-        times = {
-            c: predicted(routine, m, n, R, C, c, tile_sizes.machine()).total for c in candidates(routine, m, n, R, C)
-        }
+        times = {c: predicted(routine, m, n, R, C, c, Constants.tuned()).total for c in candidates(routine, m, n, R, C)}
         assert times[b] == min(times.values())
         assert min(times.values()) >= 0
 

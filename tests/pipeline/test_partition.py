@@ -10,7 +10,7 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn import Layer
-from parlinalg.pipeline.partition import balanced_partition, by_hand, share_layers, uniform_partition
+from parlinalg.pipeline.partition import balanced_partition, block_partition, given_partition, uniform_partition
 
 pytestmark = pytest.mark.serial
 
@@ -36,14 +36,14 @@ def test_no_layer_is_ever_lost() -> None:
             assert (sum(found), len(found), max(found) - min(found) <= 1) == (count, stages, True)
     for blocks in range(1, 20):
         for stages in range(1, blocks + 3):
-            found = share_layers(layers(blocks, (1, 1)), stages)
+            found = block_partition(layers(blocks, (1, 1)), stages)
             assert (sum(found), len(found), min(found) >= 1) == (blocks + 2, stages, True)
 
 
 def test_ends_go_with_the_first_and_the_last_blocks() -> None:
-    assert share_layers(layers(30, (1, 1)), 4) == (9, 8, 7, 8)
-    assert share_layers(layers(2, (1, 1)), 4) == (1, 1, 1, 1)
-    assert share_layers(layers(4, (2, 0)), 2) == (4, 2)
+    assert block_partition(layers(30, (1, 1)), 4) == (9, 8, 7, 8)
+    assert block_partition(layers(2, (1, 1)), 4) == (1, 1, 1, 1)
+    assert block_partition(layers(4, (2, 0)), 2) == (4, 2)
 
 
 def brute(costs: Sequence[float], stages: int) -> tuple[float, float]:
@@ -72,10 +72,10 @@ def test_large_partitions() -> None:
 
 
 def test_partitions_by_hand() -> None:
-    assert by_hand([8, 8, 7, 7], layers(30), 4) == (8, 8, 7, 7)
-    assert by_hand([8, 8, 7, 7], layers(30, (1, 1)), 4) == (9, 8, 7, 8)
-    assert by_hand([9, 8, 8, 7], layers(30, (1, 1)), 4) == (9, 8, 8, 7)
-    assert by_hand([0, 15, 15, 0], layers(30, (1, 1)), 4) == (1, 15, 15, 1)
+    assert given_partition([8, 8, 7, 7], layers(30), 4) == (8, 8, 7, 7)
+    assert given_partition([8, 8, 7, 7], layers(30, (1, 1)), 4) == (9, 8, 7, 8)
+    assert given_partition([9, 8, 8, 7], layers(30, (1, 1)), 4) == (9, 8, 8, 7)
+    assert given_partition([0, 15, 15, 0], layers(30, (1, 1)), 4) == (1, 15, 15, 1)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_partitions_by_hand() -> None:
 )  # fmt: skip
 def test_wrong_partitions_say_what_is_right(given: list[int], made: list[Layer], stages: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        by_hand(given, made, stages)
+        given_partition(given, made, stages)
 
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ConfigError, match=r"5 stages needs as many layers, but the model has 4: use at most 4"):
         uniform_partition(4, 5)
     with pytest.raises(ConfigError, match=r"5 stages needs as many layers, but the model has 4"):
-        share_layers(layers(2, (1, 1)), 5)
+        block_partition(layers(2, (1, 1)), 5)
     with pytest.raises(ConfigError, match=r"costs of layers are numbers of at least 0, not \[1.0, nan\]"):
         balanced_partition([1.0, float("nan")], 2)

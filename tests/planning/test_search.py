@@ -494,7 +494,7 @@ def test_all_samples_are_planned_in_every_form(samples, tmp_path):
     """No number of samples is refused, and bounds are below full traces where parts are uneven."""
     model = TracedModel(load(given := few_samples(tmp_path, samples)), 4, load_machine("v100"), 64)
     space = Space(load(given), given, 4, model.batch, model.depth, [""], uneven=model.all_samples)
-    assert {(f.data, f.pipeline) for f in space.frames()} == {(d, p) for d in (1, 2, 4) for p in (1, 2, 4) if d * p < 5}
+    assert {(f.data, f.pipeline) for f in space.meshes()} == {(d, p) for d in (1, 2, 4) for p in (1, 2, 4) if d * p < 5}
     bounds, predictor = Bounds(model), Predictor(model)
     for c in [*space][::9]:
         assert 1 <= c.microbatches <= samples
