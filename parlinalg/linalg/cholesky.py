@@ -108,7 +108,7 @@ class Cholesky(Panels):
             at = [at[x:] - ahead for at, x in zip(later, cuts, strict=True)]
             return placed(rows, at, len(self.columns) - c - ahead)
 
-        rows, then = self.board.gather_in_turn(mine[:cut], cuts, mine[cut:], others, rest, self.at_once)
+        rows, then = self.collectives.all_gather_in_turn(mine[:cut], cuts, mine[cut:], others, rest, self.at_once)
         self._rest = lambda: (then(), ahead)
         right = placed(rows, [at[:x] for at, x in zip(later, cuts, strict=True)], ahead)
         return panel[r - self.row(k) :], right, r, c

@@ -16,6 +16,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import padded
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
+from parlinalg.comm.shared import SharedCollectives
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
@@ -37,7 +38,7 @@ from parlinalg.linalg.matrices import (
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
 from parlinalg.linalg.tile_sizes import TALL
-from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
+from parlinalg.linalg.tiles import SIZE, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
 
 if TYPE_CHECKING:
@@ -400,7 +401,7 @@ class LUFactor(WithDeterminant, Factor):
         columns = tiles.columns(wide)
         lower = upper = self._t
         if self.grid.inside:
-            order = Board(deep.down, None).gather(
+            order = SharedCollectives(deep.down, None).all_gather(
                 np.ascontiguousarray(self._order, np.int64)[:, None], [len(x) for x in before]
             )[:, 0]  # fmt: skip
             permutation = np.empty(m, np.int64)
@@ -427,7 +428,7 @@ class LUFactor(WithDeterminant, Factor):
             return self.positions
         counts = [len(x) for x in self.positions]
         mine = np.ascontiguousarray(self._order, np.int64)[:, None]
-        every = Board(self.tiles.down, None).gather(mine, counts)[:, 0]
+        every = SharedCollectives(self.tiles.down, None).all_gather(mine, counts)[:, 0]
         return np.split(every, np.cumsum(counts)[:-1])
 
     @property

@@ -105,7 +105,7 @@ class LU(Panels):
             if tiles.R == 1:  # no rival: all is there
                 corner[...], winners = found[:b], np.arange(b)
             else:
-                proposed = self.board.gather(panel[mine], counts)
+                proposed = self.collectives.all_gather(panel[mine], counts)
                 factored, ranked = kernels.lu(proposed)
                 corner[...], winners = factored[:b], ranked[:b]
             first = np.cumsum([0, *counts])
@@ -160,7 +160,7 @@ class LU(Panels):
             right = solved(top, 0)
         else:
             ahead, order = self.ahead(k, b), np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-            rows, later = self.board.gather_in_turn(
+            rows, later = self.collectives.all_gather_in_turn(
                 top[:, :ahead], counts, top[:, ahead:], counts, lambda rows: rows[order], self.at_once
             )
             right = solved(rows[order], 0)

@@ -21,8 +21,8 @@ import numpy as np
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
-from parlinalg.comm.shared import Meeting, Passing, common, lasting
-from parlinalg.linalg.tiles import Board, Tiles, board
+from parlinalg.comm.shared import Meeting, Passing, SharedCollectives, common, lasting, shared_collectives
+from parlinalg.linalg.tiles import Tiles
 
 
 class Sum(Handle):
@@ -64,7 +64,7 @@ class Panels(ABC):
         updated alike.
     rows, columns : array of int
         Their numbers.
-    board : Board
+    collectives : SharedCollectives
         Of the ranks of this grid column.
     strip : int
         Columns that are updated at once, at first `STRIP`; between strips messages in progress move on.
@@ -83,7 +83,7 @@ class Panels(ABC):
         self._lanes: Any = None  # shared memory for panels, of the ranks of a grid row
         self._starts: list[int] = []  # where the places of panels begin there
         self._passing: Any = None  # how they wait for each other
-        self.board = Board(tiles.down, None)
+        self.collectives = SharedCollectives(tiles.down, None)
         self._rest: Callable[[], tuple[Any, int]] | None = None
         """Waits for the rest of a step: right factors of the columns after the first so many, and this number."""
         self.at_once = tiles.D > 1  # else columns after the next panel wait until that is factored
@@ -137,11 +137,11 @@ class Panels(ABC):
             return
         with ExitStack() as stack:
             self._find_lanes(n, stack)
-            self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
+            self.collectives = stack.enter_context(shared_collectives(tiles.down, wide * size, self.a.dtype))
             try:
                 self._run(n, size)
             finally:
-                self._lanes, self._passing, self.board = None, None, Board(tiles.down, None)
+                self._lanes, self._passing, self.collectives = None, None, SharedCollectives(tiles.down, None)
 
     def _find_lanes(self, n: int, stack: ExitStack) -> None:
         """Find shared memory for all panels if they are kept, and if there is room, else for some at a time.
