@@ -148,7 +148,7 @@ LINE, ALIASED = 64, 1024
 would push each other out of it."""
 
 
-class Shared:
+class SharedCholesky:
     """The same factorization where all ranks are on one node: in one array, which they share and none sends.
 
     Each rank copies its block of the lower triangle there.  Panels are dealt in turn, as on tiles; a rank finds each of

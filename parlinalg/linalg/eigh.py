@@ -23,7 +23,7 @@ from parlinalg.comm.shared import SharedCollectives, lasting, meet, shared_colle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Deal, Places, Tiles, clear_above, indexer, move, turned
+from parlinalg.linalg.tiles import Deal, Places, Tiles, clear_above, indexer, move, transposed
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
@@ -397,7 +397,7 @@ def blocks(tiles: Tiles, deal: Deal, x: DistArray) -> list[_Rectangle | _Triangl
     for same, places in parts(deal, x.shape[0], grid.size):
         lower = tiles.bring_to(x, places, lower=True, host=True)
         if not same:
-            upper = tiles.bring_to(x, turned(places), lower=True, host=True)
+            upper = tiles.bring_to(x, transposed(places), lower=True, host=True)
         if grid.inside and lower.size:
             rows, columns = places[grid.rank]
             found.append(_Triangle(lower, rows, tiles.size) if same else _Rectangle(lower, upper, rows, columns))

@@ -690,5 +690,5 @@ def qr(a: Block) -> tuple[Block, Block]:
 
 
 def adjoint(a: Block) -> Block:
-    """Return the conjugate transpose; no copy of a real matrix."""
-    return a.T if a.dtype.kind != "c" else a.conj().T
+    """Return the conjugate transposes of matrices [..., m, n]; no copies of real ones."""
+    return a.swapaxes(-1, -2) if a.dtype.kind != "c" else a.conj().swapaxes(-1, -2)

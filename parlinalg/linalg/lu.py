@@ -137,7 +137,7 @@ class LU(Panels):
         owners, places = self._winners(b) if not has_values(won_by) else kernels.to_host(won_by)
         if tiles.D > 1:  # the other layers have the same rows, and swap them alike
             message = np.concatenate([np.ravel([owners, places]).view(self.a.dtype), np.diag(corner)])
-            self._given.append(tiles.deep.broadcast(message, tiles.layer, wait=False))
+            self._sends.append(tiles.deep.broadcast(message, tiles.layer, wait=False))
         done, own = len(self._won[tiles.i]), owners == tiles.i
         chosen = places[own] + done
         won, counts = len(chosen), np.bincount(owners, minlength=tiles.R).tolist()

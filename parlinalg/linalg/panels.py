@@ -87,7 +87,7 @@ class Panels(ABC):
         self._rest: Callable[[], tuple[Any, int]] | None = None
         """Waits for the rest of a step: right factors of the columns after the first so many, and this number."""
         self.at_once = tiles.D > 1  # else columns after the next panel wait until that is factored
-        self._given: list[Handle] = []  # what this layer has sent to others
+        self._sends: list[Handle] = []  # of this layer to others
 
     def row(self, k: int) -> int:
         """Return this rank's first row from number k on."""
@@ -195,11 +195,11 @@ class Panels(ABC):
                 handle, panel = self.factor(k, b)
             self.finish(step)
             handle.wait()
-            self.forget()
+            self.wait_for_sends()
             step = self.take(k, b, panel)
         if step is not None:
             self._strips(self.finish(step), self.column(n), width, DONE)
-        self.forget()
+        self.wait_for_sends()
 
     def _strips(self, step: Any, first: int, last: int, handle: Handle) -> None:
         for start in range(first, last, self.strip):
@@ -221,14 +221,14 @@ class Panels(ABC):
         if self.tiles.layer == root:
             return Sum(block, deep, others) if others else DONE
         if self.tiles.layer in others:
-            self._given.append(deep.send(block.copy(), root, wait=False))
+            self._sends.append(deep.send(block.copy(), root, wait=False))
         return DONE
 
-    def forget(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until what this layer has sent to others is there."""
-        for handle in self._given:
+        for handle in self._sends:
             handle.wait()
-        self._given = []
+        self._sends = []
 
     def message(self, k: int, size: int) -> Any:
         """Return room for the panel from column k on, of so many elements, flat; it lasts until the next but one."""

@@ -132,7 +132,7 @@ class LinalgPlan:
             other = default_layout(tuple(self.sizes), (self.n, self.sides))
             return costs.solve(found, rest, self.n, self.sides, other)
         if self.pivoting:
-            before = found if self.first is None else found.turned(self.first)
+            before = found if self.first is None else found.with_deal(self.first)
             return costs.pivoted(before, rest, (self.m, self.n))
         if self.routine == "qr":
             return costs.qr(found, rest, (self.m, self.n))

@@ -352,7 +352,7 @@ def _by_reflections(x: DistArray) -> SVDResult | None:
     if not truth(isfinite(r).all(), "finite", "whether the elements are finite"):
         return None
     u, s, vh = svd(r, full_matrices=False)
-    return SVDResult(q.turned(u, last=True), s, vh)
+    return SVDResult(q.times_q(u, last=True), s, vh)
 
 
 def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:

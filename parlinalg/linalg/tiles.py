@@ -143,6 +143,10 @@ class Deal:
         """Return `places` for a grid of more ranks, of which the others have nothing."""
         return self.places(rows, columns) + [(NONE, NONE)] * (ranks - len(self.coords))
 
+    def flat(self) -> Deal:
+        """Return the same deal on all ranks of the grid, in one layer."""
+        return Deal(self.sizes, self.size, self.shape)
+
     def owner(self, k: int) -> tuple[int, int]:
         """Return the grid row and the grid column of row and column number k."""
         return k // self.size % self.R, k // self.size % self.C
@@ -217,7 +221,7 @@ class Tiles(Deal):
         """
         (rest, _), have = resting(layout, shape, self.sizes), self.places(rows, columns)
         if adjoint:
-            block, have = block.conj().T, turned(have)
+            block, have = block.conj().T, transposed(have)
         block = move(block, have, rest, self.grid, lower=self.size if lower else 0)
         if isinstance(block, np.ndarray):
             block = self.grid.backend.from_host(block)
@@ -225,7 +229,6 @@ class Tiles(Deal):
 
     # ------------------------------------------------------------------ layers
     def flat(self) -> Tiles:
-        """Return tiles of the same size on all ranks of the grid, in one layer."""
         return Tiles(self.grid, self.size, self.shape)
 
     def own(self, block: np.ndarray, columns: Sequence[Numbers]) -> np.ndarray:
@@ -270,7 +273,7 @@ def clear_above(t: Any, rows: Numbers, columns: Numbers, size: int) -> None:
         t[top:end, k : k + size] = namespace(t).tril(t[top:end, k : k + size])
 
 
-def turned(places: Places) -> Places:
+def transposed(places: Places) -> Places:
     """Return the places of the transpose."""
     return [(columns, rows) for rows, columns in places]
 

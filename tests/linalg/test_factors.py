@@ -16,7 +16,7 @@ from parlinalg import linalg, tunables
 from parlinalg.comm.shared import common
 from parlinalg.layout import Layout
 from parlinalg.linalg import factors, kernels, systems, tile_sizes, tiles, triangular
-from parlinalg.linalg.cholesky import Shared
+from parlinalg.linalg.cholesky import SharedCholesky
 from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
 
@@ -157,7 +157,7 @@ def test_cholesky_waits_for_late_ranks(grid, monkeypatch, step):
     a = random((40, 40), "float64", np.random.default_rng(4))
     a = a @ a.T + 40 * np.eye(40)
     x = pla.distribute(a, grid, grid.default_layout(a.shape))
-    prompt = getattr(Shared, step)
+    prompt = getattr(SharedCholesky, step)
 
     def late(*args):
         sleep(0.01)
@@ -166,7 +166,7 @@ def test_cholesky_waits_for_late_ranks(grid, monkeypatch, step):
     for rank in {0, grid.world.size // 2, grid.world.size - 1}:
         with monkeypatch.context() as patch:
             if grid.world.rank == rank:
-                patch.setattr(Shared, step, late)
+                patch.setattr(SharedCholesky, step, late)
             for found in (linalg.cho_factor(x, 8).L, linalg.cholesky(x)):
                 same(found, np.linalg.cholesky(a), 1e-13)
 
