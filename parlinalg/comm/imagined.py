@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend.shapes import ShapesBackend, values_needed
-from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, check_members
 from parlinalg.comm.ledger import Book
 from parlinalg.errors import CommError
 
@@ -178,11 +178,7 @@ class ImaginedComm(Comm):
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         ranks = tuple(ranks)
-        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
-            raise CommError(
-                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: "
-                "they should be distinct, in range, and include it"
-            )
+        check_members(self, ranks)
         world, nodes = (tuple(of[r] for r in ranks) for of in (self.world_ranks, self.nodes))
         return ImaginedComm(  # of one rank too: its blocks have no values either
             len(ranks), ranks.index(self.rank), self.device, axes=axes, world_ranks=world, nodes=nodes,
@@ -231,12 +227,12 @@ class ImaginedComm(Comm):
         return self._post("reduce_scatter", moved, moved, wait, send, recv, most=_most(send, counts))
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
-        own = buffer.size // self.size + (self.rank < buffer.size % self.size)
+        words = self.all_reduce_words(buffer.size)
         if by_terms(buffer.dtype):
-            self._combine(own, buffer.dtype)
+            self._combine(buffer.size - words // 2, buffer.dtype)
         if isinstance(buffer, np.ndarray):
             buffer[...] = self._summed(buffer, op)
-        moved = 2 * (buffer.size - own) * buffer.itemsize
+        moved = words * buffer.itemsize
         return self._post("all_reduce", moved, moved, wait, buffer)
 
     def _combine(self, own: int, dtype: Any) -> None:

@@ -366,8 +366,7 @@ class SharedCollectives:
             return term
         terms = self._next()[:, : term.size].reshape(comm.size, *term.shape)
         terms[comm.rank] = term
-        own = term.size // comm.size + (comm.rank < term.size % comm.size)
-        comm.count("all_reduce", 2 * (term.size - own), term.itemsize)
+        comm.count("all_reduce", comm.all_reduce_words(term.size), term.itemsize)
         self._meeting.wait()
         found: np.ndarray = terms[0] + terms[1]
         for each in terms[2:]:

@@ -259,9 +259,7 @@ def worst(grid: Grid, values: Sequence[float]) -> list[float]:
 
 def count_worst(grid: Grid, values: int) -> None:
     """Count the words of `worst` in the ledger, for values that ranks have exchanged in shared memory."""
-    world = grid.world
-    own = values // world.size + (world.rank < values % world.size)
-    world.count("all_reduce", 2 * (values - own), 8)
+    grid.world.count("all_reduce", grid.world.all_reduce_words(values), 8)
 
 
 def clear_above(t: Any, rows: Numbers, columns: Numbers, size: int) -> None:

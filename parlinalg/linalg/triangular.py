@@ -320,8 +320,7 @@ def _counted(grid: Grid, cuts: tuple[Cut, Cut], turns: Sequence[Turn], sides: in
     for turn in turns:
         size, wide = ((each.stop - each.start) * sides for each in (turn.rows, turn.columns))
         if size and across.size > 1:
-            own = size // across.size + (across.rank < size % across.size)
-            across.count("all_reduce", 2 * (size - own), itemsize)
+            across.count("all_reduce", across.all_reduce_words(size), itemsize)
         if wide and down.size > 1:
             down.count("broadcast", wide if grid.everyone.rank != turn.root else 0, itemsize)
 
