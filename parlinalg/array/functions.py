@@ -161,12 +161,22 @@ def _array(value: Any, name: str) -> DistArray:
 
 
 # ------------------------------------------------------------------ reductions
-@handles(np.sum)
-def _sum(
-    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
-    where: Any = True,
-) -> DistArray:  # fmt: skip
-    return reductions.reduction("sum", _array(a, "sum"), axis, dtype, out, bool(keepdims), initial, where)
+def _reduction(name: str) -> Callable[..., DistArray]:
+    def reduce(
+        a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False,
+        initial: Any = np._NoValue, where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        return reductions.reduction(name, _array(a, name), axis, dtype, out, bool(keepdims), initial, where)
+
+    return reduce
+
+
+handles(np.sum)(_reduction("sum"))
+handles(np.prod)(_reduction("prod"))
+handles(np.max, np.amax, takes=("a", "axis", "out", "keepdims", "initial", "where"))(_reduction("max"))
+handles(np.min, np.amin, takes=("a", "axis", "out", "keepdims", "initial", "where"))(_reduction("min"))
+handles(np.any, takes=("a", "axis", "out", "keepdims", "where"))(_reduction("any"))
+handles(np.all, takes=("a", "axis", "out", "keepdims", "where"))(_reduction("all"))
 
 
 @handles(np.mean)
@@ -197,38 +207,9 @@ handles(np.var)(_spread("var", False))
 handles(np.std)(_spread("std", True))
 
 
-def _extreme(name: str) -> Callable[..., DistArray]:
-    def reduce(
-        a: Any, axis: Axis = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
-        where: Any = True,
-    ) -> DistArray:  # fmt: skip
-        return reductions.reduction(name, _array(a, name), axis, None, out, bool(keepdims), initial, where)
-
-    return reduce
-
-
-handles(np.max, np.amax)(_extreme("max"))
-handles(np.min, np.amin)(_extreme("min"))
-handles(np.any, takes=("a", "axis", "out", "keepdims", "where"))(_extreme("any"))
-handles(np.all, takes=("a", "axis", "out", "keepdims", "where"))(_extreme("all"))
-
-
-@handles(np.prod)
-def _prod(
-    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
-    where: Any = True,
-) -> DistArray:  # fmt: skip
-    return reductions.reduction("prod", _array(a, "prod"), axis, dtype, out, bool(keepdims), initial, where)
-
-
 @handles(np.count_nonzero)
 def _count_nonzero(a: DistArray, axis: Axis = None, keepdims: Any = False) -> DistArray:
     return (a != 0).sum(axis, np.int64, keepdims=keepdims)
-
-
-@handles(np.linalg.norm)
-def _norm(x: DistArray, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> DistArray:
-    return reductions.norm(x, ord, axis, bool(keepdims))
 
 
 @handles(np.trace)
