@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.backend import Backend
 from parlinalg.comm import Comm, Handle
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import shared_array
 
 FEW = 16
 """Ranks of one node up to which what they exchange lies in shared memory."""
@@ -139,7 +139,7 @@ def exchange(
         out[local(receives[me], want)] = block[local(sends[me], have)]
     if wait and backend.host_memory and comm.size <= FEW:
         piece = max(1, tunables.MOVE_COMMON // comm.size)
-        with common(comm, (2, comm.size, comm.size, piece), dtype) as memory:
+        with shared_array(comm, (2, comm.size, comm.size, piece), dtype) as memory:
             if memory is not None:
                 _hand_over(memory, block, have, out, want, sends, receives, comm)
                 return out

@@ -20,7 +20,7 @@ from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
     from parlinalg.comm.ledger import Book
-    from parlinalg.comm.shared import Common
+    from parlinalg.comm.shared import SharedMemory
 
 
 class Handle(ABC):
@@ -152,7 +152,7 @@ class Comm(ABC):
         self.key = enrol(self) if size > 1 and not self.imagined else "self"
         """The same on all members, different from other communicators; for the monitor."""
         self._parcels: dict[int, list[Block]] = {}
-        self.shared: Common | None = None
+        self.shared: SharedMemory | None = None
         """The memory that the members share, once they have some (`parlinalg.comm.shared`)."""
         self.terms: list[weakref.ref[Any]] = []
         """Arrays in such memory that sums are taken of where they lie."""

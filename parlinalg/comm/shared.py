@@ -37,7 +37,7 @@ ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 @dataclass
-class Common:
+class SharedMemory:
     """The shared memory of one communicator."""
 
     memory: mmap.mmap | ImaginedMemory | None = None
@@ -73,7 +73,7 @@ def _array(memory: mmap.mmap | ImaginedMemory, dtype: Any, n: int, start: int = 
 
 
 @contextmanager
-def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
+def shared_array(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
     """Provide an array that every rank of `comm` sees, within a `with` block; None where there is no room for it.
 
     Collective: all ranks ask for the same shape.  Its elements are whatever was there before; after writing, a barrier
@@ -383,7 +383,7 @@ def shared_collectives(comm: Comm, most: int, dtype: Any) -> Iterator[SharedColl
     most = max(most, -(-tunables.SHARED_BYTES // (2 * comm.size * np.dtype(dtype).itemsize)))  # else there is none
     numbers = Meeting.SPREAD * comm.size
     size = 2 * -(-2 * comm.size * most * np.dtype(dtype).itemsize // 16)
-    with common(comm, (size + numbers,), np.int64) as memory:
+    with shared_array(comm, (size + numbers,), np.int64) as memory:
         if memory is None:
             yield SharedCollectives(comm, None)
             return
@@ -409,7 +409,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     return whole.reshape(comm.size, size)[comm.rank]
 
 
-def lasting(comm: Comm, size: int, dtype: Any) -> Any:
+def lasting_array(comm: Comm, size: int, dtype: Any) -> Any:
     """Return an array of so many elements that every rank of `comm` sees; None on all where it cannot be had.
 
     Collective: all ranks ask for the same.  Its elements are arbitrary.  It is its ranks' as long as one of them has it
@@ -418,7 +418,7 @@ def lasting(comm: Comm, size: int, dtype: Any) -> Any:
     held, own = _held(comm), -(-size * np.dtype(dtype).itemsize // comm.size)
     if held is None or own * comm.size < tunables.SHARED_BYTES:
         return None
-    free = held.kept is not None and held.lasting() is None and len(held.kept) >= own * comm.size
+    free = held.kept is not None and held.lasting_array() is None and len(held.kept) >= own * comm.size
     memory = held.kept
     if not all(comm.share(free, others="alike")):
         held.kept = memory = None
@@ -447,12 +447,12 @@ def _possible(comm: Comm) -> bool:
     return not (alone or comm.checked or os.environ.get("PARLINALG_SHARED") == "0")
 
 
-def _held(comm: Comm) -> Common | None:
+def _held(comm: Comm) -> SharedMemory | None:
     """Return the communicator's shared memory."""
     if not _possible(comm):
         return None
     if comm.shared is None:
-        comm.shared = Common()
+        comm.shared = SharedMemory()
     return comm.shared
 
 

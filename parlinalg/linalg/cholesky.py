@@ -10,7 +10,7 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Handle
-from parlinalg.comm.shared import ORDERED, Steps, common
+from parlinalg.comm.shared import ORDERED, Steps, shared_array
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles, resting
@@ -186,7 +186,7 @@ class SharedCholesky:
         comm, n, dtype, steps = self.tiles.across, self.n, self.a.dtype, len(self.edges) + 2
         if not ORDERED:
             return False
-        with common(comm, (n, _row(n, dtype.itemsize)), dtype) as memory:
+        with shared_array(comm, (n, _row(n, dtype.itemsize)), dtype) as memory:
             if memory is None:
                 return False
             self._s, self._steps = memory, Steps(comm, steps)

@@ -19,7 +19,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import SharedCollectives, lasting, meet, shared_collectives
+from parlinalg.comm.shared import SharedCollectives, lasting_array, meet, shared_collectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
@@ -58,7 +58,7 @@ class Reduction(ABC):
     def _room(self, size: int) -> Any:
         """Return shared memory for reflections of the ranks of a grid row; None where there is none.  Collective."""
         on_host = isinstance(self.d, np.ndarray) and self.tiles.grid.inside and self.keep
-        return lasting(self.tiles.across, size, self.dtype) if on_host else None
+        return lasting_array(self.tiles.across, size, self.dtype) if on_host else None
 
     @abstractmethod
     def _panel(self, group: SharedCollectives, k: int, b: int) -> np.ndarray | None:

@@ -21,7 +21,7 @@ import numpy as np
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
-from parlinalg.comm.shared import Meeting, Passing, SharedCollectives, common, lasting, shared_collectives
+from parlinalg.comm.shared import Meeting, Passing, SharedCollectives, lasting_array, shared_array, shared_collectives
 from parlinalg.linalg.tiles import Tiles
 
 
@@ -159,11 +159,11 @@ class Panels(ABC):
         lanes = None
         if self.keeps_panels:
             ends, room = ends_and_room(map(self.row, range(0, n, size)))
-            lanes = lasting(across, room + numbers, np.int64)
+            lanes = lasting_array(across, room + numbers, np.int64)
             self.shared_panels = lanes is not None
         if lanes is None:
             ends, room = ends_and_room([0] * LANES)
-            lanes = stack.enter_context(common(across, (room + numbers,), np.int64))
+            lanes = stack.enter_context(shared_array(across, (room + numbers,), np.int64))
         if lanes is not None:
             places = len(ends) + 3 * self.shared_panels  # of panels that are kept none is written twice
             self._starts = [0, *ends[:-1].tolist()]

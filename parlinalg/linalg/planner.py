@@ -396,17 +396,7 @@ def plan_linalg(
     >>> plan.sizes, plan.block, plan.words
     ({'r': 4, 'c': 4}, 96, 6857220)
     """
-    if routine not in ROUTINES:
-        raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
-    m = whole_number("m", m, 0)
-    n = m if n is None else whole_number("n", n, 0)
-    if routine in SQUARE and m != n:
-        raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
-    if max(m, n) > LONGER or min(m, n) > SHORTER:
-        raise PlanError(
-            f"a plan counts what every row and column moves, of matrices up to {LONGER:,}×{SHORTER:,} or its "
-            f"transpose, not [{m}, {n}]: give a smaller one"
-        )
+    m, n = _checked_shape(routine, m, n)
     try:
         name, limit = dtype_name(dtype), None if memory is None else parse_bytes(memory)
     except ValueError as error:
@@ -450,18 +440,42 @@ def plan_linalg(
     best = _fastest(plans, wanted is None)
     if limit is None or best.need <= limit:
         return best
-    if wanted is None:
+    return _within(limit, plans, best, free=given is None, any_depth=wanted is None)
+
+
+def _checked_shape(routine: str, m: SupportsIndex, n: SupportsIndex | None) -> tuple[int, int]:
+    """Return the rows and columns of a matrix that a routine takes and that can be planned; else raise PlanError."""
+    if routine not in ROUTINES:
+        raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
+    m = whole_number("m", m, 0)
+    n = m if n is None else whole_number("n", n, 0)
+    if routine in SQUARE and m != n:
+        raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
+    if max(m, n) > LONGER or min(m, n) > SHORTER:
+        raise PlanError(
+            f"a plan counts what every row and column moves, of matrices up to {LONGER:,}×{SHORTER:,} or its "
+            f"transpose, not [{m}, {n}]: give a smaller one"
+        )
+    return m, n
+
+
+def _within(limit: int, plans: list[LinalgPlan], best: LinalgPlan, *, free: bool, any_depth: bool) -> LinalgPlan:
+    """Return the fastest plan that needs at most `limit` bytes, with tiles of any size if they are `free`.
+
+    `best` is the one without the limit.
+    """
+    if any_depth:
         plans = [plan for plan in plans if plan.depth == 1 or _layers_allowed(plan)]
-    every = [_with_tiles(plan, best, free=given is None) for plan in plans]
+    every = [_with_tiles(plan, best, free=free) for plan in plans]
     fitting = [[each for each in tiles if each.need <= limit] for tiles in every]
     if not any(fitting):
         least = min((each for tiles in every for each in tiles), key=lambda each: each.need)
         raise PlanError(
-            f"{routine} of {m}×{n} in {name} over {_count(count, 'rank')} needs about "
+            f"{least.routine} of {least.m}×{least.n} in {least.dtype} over {_count(least.ranks, 'rank')} needs about "
             f"{format_bytes(least.need, up=True)} a rank on {_named(least)}, more than {format_bytes(limit)}, and no "
             "other plan needs less; give that or more ranks"
         )
-    return _fastest([tiles[0] for tiles in fitting if tiles], wanted is None)
+    return _fastest([tiles[0] for tiles in fitting if tiles], any_depth)
 
 
 def _fastest(plans: list[LinalgPlan], any_depth: bool) -> LinalgPlan:

@@ -22,8 +22,7 @@ from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import common as shared
-from parlinalg.comm.shared import meet
+from parlinalg.comm.shared import meet, shared_array
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span_of
 
@@ -465,7 +464,7 @@ def move(
         return out
     ends = routes.ends
     most = (2, 0 if ends is None else int(ends[-1, -1].max(initial=0)))
-    with shared(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
+    with shared_array(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
         for turn, (send, receive) in enumerate(routes.turns):
             gave, got = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
             if memory is None:

@@ -16,8 +16,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import ORDERED, SMALL, SharedCollectives, Steps, shared_collectives
-from parlinalg.comm.shared import common as shared
+from parlinalg.comm.shared import ORDERED, SMALL, SharedCollectives, Steps, shared_array, shared_collectives
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, coordinates, cut_lengths, index_of
 from parlinalg.linalg import kernels
@@ -296,7 +295,7 @@ def solved_in_common(
         return None
     wide = len(columns)
     room = -(-max((1 + wide) * n * sides * dtype.itemsize, tunables.SHARED_BYTES) // dtype.itemsize)
-    with shared(everyone, (room,), dtype) as memory:
+    with shared_array(everyone, (room,), dtype) as memory:
         if memory is None:
             return None
         x, *sums = memory[: (1 + wide) * n * sides].reshape(1 + wide, n, sides)

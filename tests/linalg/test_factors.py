@@ -13,7 +13,7 @@ import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import shared_array
 from parlinalg.layout import Layout
 from parlinalg.linalg import factors, kernels, systems, tile_sizes, tiles, triangular
 from parlinalg.linalg.cholesky import SharedCholesky
@@ -137,7 +137,7 @@ def test_cholesky_reads_nothing_but_the_matrix(grid, monkeypatch):
         odd = pla.distribute(np.tril(s) + np.triu(np.full_like(s, 3e30), 1), grid, layout)
         found = linalg.cho_factor(odd, block)
         if grid.inside:
-            with common(found.tiles.across, (4 * n, 4 * n), dtype) as memory:
+            with shared_array(found.tiles.across, (4 * n, 4 * n), dtype) as memory:
                 if memory is not None:
                     memory[...] = np.nan
         for each in (found.L, linalg.cholesky(odd), linalg.cho_factor(odd, block).L):
