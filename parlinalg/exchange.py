@@ -165,6 +165,24 @@ def exchange(
     return out
 
 
+def exchange_blocks(
+    block: Block, haves: Sequence[Rect], wants: Sequence[Rect], comm: Comm, backend: Backend, *, wait: bool = True,
+    tag: int = 0,
+) -> Generator[Handle, None, Block]:  # fmt: skip
+    """Fill a new block of this rank's part of `wants` from the blocks `haves` of the ranks of `comm`, as `exchange`.
+
+    The blocks do not overlap; what ranks want may.
+    """
+    have, want = haves[comm.rank], wants[comm.rank]
+    sends, receives = [meet(w, have) for w in wants], [meet(want, h) for h in haves]
+    largest = max(map(volume, (*haves, *wants)))
+    return (
+        yield from exchange(
+            block, have, want, sends, receives, block.dtype, comm, backend, largest, wait=wait, tag=tag
+        )
+    )  # fmt: skip
+
+
 def _hand_over(
     memory: np.ndarray, block: Block, have: Rect, out: Block, want: Rect, sends: Sequence[Rect],
     receives: Sequence[Rect], comm: Comm,
@@ -288,14 +306,13 @@ class _Picked:
         return np.repeat(starts - begins, counts) + np.arange(start, stop)
 
 
-def exchange_runs(
-    flat: Block, me: int, haves: Sequence[Runs], wants: Sequence[Runs], comm: Comm, backend: Backend
-) -> Block:
-    """Return the elements of `wants[me]` in order, from the ranks of `comm`, which have those of `haves`.
+def exchange_runs(flat: Block, haves: Sequence[Runs], wants: Sequence[Runs], comm: Comm, backend: Backend) -> Block:
+    """Return the elements of this rank's part of `wants` in order, from the ranks of `comm`, which have `haves`.
 
-    `flat` are the elements of `haves[me]`.  Beside its source and target a rank holds two pieces, and for elements in
-    short stretches their indices.
+    `flat` are this rank's elements.  Beside its source and target a rank holds two pieces, and for elements in short
+    stretches their indices.
     """
+    me = comm.rank
     have, want = haves[me], wants[me]
     out = backend.empty((len(want.starts) * want.length,), flat.dtype)
     largest = max(len(r.starts) * r.length for r in (*haves, *wants))
