@@ -60,7 +60,7 @@ class Representatives:
     def __init__(self, stands: Sequence[int]) -> None:
         self.stands = tuple(stands)
         self._changed = threading.Condition()
-        self._told: dict[Hashable, dict[int, Any]] = {}
+        self._values: dict[Hashable, dict[int, Any]] = {}
         self._sent: dict[Hashable, deque[np.ndarray]] = {}
         self._passed: dict[Hashable, list[np.ndarray]] = {}
         """By communicator, sender and distance: all messages, for receivers from ranks that the sender stands for."""
@@ -81,11 +81,13 @@ class Representatives:
                 "stand for some of them, do not take part; let ranks that do stand for them"
             )
         with self._changed:
-            told = self._told.setdefault(key, {})
-            told[rank] = value
+            values = self._values.setdefault(key, {})
+            values[rank] = value
             self._changed.notify_all()
-            self._await(lambda: all(m in told for m in wanted), [m for m in wanted if m not in told], f"share {key}")
-        return [told[self.stands[m]] for m in members]
+            self._await(
+                lambda: all(m in values for m in wanted), [m for m in wanted if m not in values], f"share {key}"
+            )
+        return [values[self.stands[m]] for m in members]
 
     def put(self, place: Hashable, sender: int, to: int, tag: int, block: np.ndarray) -> None:
         """Send a block of values from one rank of a communicator to another."""

@@ -183,13 +183,13 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
                             x = x * kernels.beside(half, x)
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
-    told = grid.world.share((problem, int(rank)), others="alike")
-    refuse_odd(any(p == "odd" for p, _ in told), "lstsq")
-    if wrong := next((p for p, _ in told if p), ""):
+    reported = grid.world.share((problem, int(rank)), others="alike")
+    refuse_odd(any(p == "odd" for p, _ in reported), "lstsq")
+    if wrong := next((p for p, _ in reported if p), ""):
         raise LinAlgError(wrong)
     layout = Layout(None, None)
     values = DistArray(s, (min(m, n),), Layout(None), grid)
-    found = max(r for _, r in told) if grid.backend.values else assumed_rank(grid, min(m, n))
+    found = max(r for _, r in reported) if grid.backend.values else assumed_rank(grid, min(m, n))
     return DistArray(x, (n, b.shape[1]), layout, grid), found, values
 
 

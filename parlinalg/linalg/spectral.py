@@ -405,9 +405,9 @@ def _from_first_rank(
             problem = f"{name}: {error}"
     if grid.inside:
         grid.everyone.barrier()
-    told = grid.world.share(problem, others="alike")
-    refuse_odd(ODD in told, name)
-    if wrong := next(filter(None, told), ""):
+    reported = grid.world.share(problem, others="alike")
+    refuse_odd(ODD in reported, name)
+    if wrong := next(filter(None, reported), ""):
         raise LinAlgError(wrong)
     for each in found if grid.inside else ():
         grid.everyone.broadcast(each, 0)
