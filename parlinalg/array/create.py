@@ -67,7 +67,7 @@ def distribute(
         raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
     host: Any = _host(array, grid) if holds else None
     about = [list(host.shape), host.dtype.name, np.ma.isMaskedArray(array), _checksum(host, grid)] if holds else None
-    shape, dtype = _agreed(about, layout, root, grid)
+    shape, dtype = _agreed(grid.world.share([repr(layout), root, about], others="alike"), root)
     shape, grid, layout = placed(shape, grid, layout)
     cut = layout.with_partial(())
     if root is not None:
@@ -78,14 +78,12 @@ def distribute(
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
-def _agreed(
-    about: list[Any] | None, layout: Layout | None, root: int | None, grid: Grid
-) -> tuple[Sequence[int], np.dtype[Any]]:
-    """Return the shape and dtype of the array that ranks distribute; raise on all unless they pass the same one.
+def _agreed(reported: Sequence[Any], root: int | None) -> tuple[Sequence[int], np.dtype[Any]]:
+    """Return the shape and dtype of the array that ranks distribute; raise an error unless they pass the same one.
 
-    `about` is what this rank has: the shape, the name of the dtype, whether it is masked and a checksum, or None.
+    Each rank reports the layout, the root and, if it has the array, its shape, the name of its dtype, whether it is
+    masked, and a checksum.
     """
-    reported = grid.world.share([repr(layout), root, about], others="alike")
     for rank, theirs in enumerate(reported):
         if theirs[:2] != reported[0][:2]:
             raise LayoutError(
