@@ -418,7 +418,7 @@ def lasting_array(comm: Comm, size: int, dtype: Any) -> Any:
     held, own = _held(comm), -(-size * np.dtype(dtype).itemsize // comm.size)
     if held is None or own * comm.size < tunables.SHARED_BYTES:
         return None
-    free = held.kept is not None and held.lasting_array() is None and len(held.kept) >= own * comm.size
+    free = held.kept is not None and held.lasting() is None and len(held.kept) >= own * comm.size
     memory = held.kept
     if not all(comm.share(free, others="alike")):
         held.kept = memory = None
