@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.backend import Backend
 from parlinalg.comm import Comm, Handle
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import shared_array
 
 FEW = 16
 """Ranks of one node up to which what they exchange lies in shared memory."""
@@ -139,7 +139,7 @@ def exchange(
         out[local(receives[me], want)] = block[local(sends[me], have)]
     if wait and backend.host_memory and comm.size <= FEW:
         piece = max(1, tunables.MOVE_COMMON // comm.size)
-        with common(comm, (2, comm.size, comm.size, piece), dtype) as memory:
+        with shared_array(comm, (2, comm.size, comm.size, piece), dtype) as memory:
             if memory is not None:
                 _hand_over(memory, block, have, out, want, sends, receives, comm)
                 return out
@@ -163,6 +163,24 @@ def exchange(
             if i < len(incoming):
                 out[local(incoming[i], want)] = got
     return out
+
+
+def exchange_blocks(
+    block: Block, haves: Sequence[Rect], wants: Sequence[Rect], comm: Comm, backend: Backend, *, wait: bool = True,
+    tag: int = 0,
+) -> Generator[Handle, None, Block]:  # fmt: skip
+    """Fill a new block of this rank's part of `wants` from the blocks `haves` of the ranks of `comm`, as `exchange`.
+
+    The blocks do not overlap; what ranks want may.
+    """
+    have, want = haves[comm.rank], wants[comm.rank]
+    sends, receives = [meet(w, have) for w in wants], [meet(want, h) for h in haves]
+    largest = max(map(volume, (*haves, *wants)))
+    return (
+        yield from exchange(
+            block, have, want, sends, receives, block.dtype, comm, backend, largest, wait=wait, tag=tag
+        )
+    )  # fmt: skip
 
 
 def _hand_over(
@@ -288,14 +306,13 @@ class _Picked:
         return np.repeat(starts - begins, counts) + np.arange(start, stop)
 
 
-def exchange_runs(
-    flat: Block, me: int, haves: Sequence[Runs], wants: Sequence[Runs], comm: Comm, backend: Backend
-) -> Block:
-    """Return the elements of `wants[me]` in order, from the ranks of `comm`, which have those of `haves`.
+def exchange_runs(flat: Block, haves: Sequence[Runs], wants: Sequence[Runs], comm: Comm, backend: Backend) -> Block:
+    """Return the elements of this rank's part of `wants` in order, from the ranks of `comm`, which have `haves`.
 
-    `flat` are the elements of `haves[me]`.  Beside its source and target a rank holds two pieces, and for elements in
-    short stretches their indices.
+    `flat` are this rank's elements.  Beside its source and target a rank holds two pieces, and for elements in short
+    stretches their indices.
     """
+    me = comm.rank
     have, want = haves[me], wants[me]
     out = backend.empty((len(want.starts) * want.length,), flat.dtype)
     largest = max(len(r.starts) * r.length for r in (*haves, *wants))

@@ -13,7 +13,7 @@ from parlinalg.comm import Comm, ImaginedComm, between_gpus, open_comm
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import place_on_node
 from parlinalg.errors import GridError
-from parlinalg.layout import Cut, Layout, coordinates
+from parlinalg.layout import Cut, Layout, coordinates, index_of
 
 #: The largest tag that every MPI takes is 32767.
 MOST_TICKETS = 32000
@@ -189,10 +189,7 @@ class Grid:
 
     def rank_of(self, coords: Mapping[str, int]) -> int:
         """Return the rank at these coordinates."""
-        rank = 0
-        for axis, n in self.sizes.items():
-            rank = rank * n + coords[axis]
-        return rank
+        return index_of(self.axes, self.sizes, coords)
 
     def comm(self, axes: Cut) -> Comm:
         """Return the communicator of the ranks that differ from this one only along `axes`, in row-major order.

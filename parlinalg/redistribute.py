@@ -12,7 +12,7 @@ from typing import Any
 
 from parlinalg.comm import Handle
 from parlinalg.errors import GridError, LayoutError
-from parlinalg.exchange import exchange, local, meet, piece_size, volume
+from parlinalg.exchange import exchange_blocks, local, piece_size
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, coordinates, cut_lengths, index_of
 from parlinalg.moves import Step, moves
@@ -296,14 +296,7 @@ def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, ow
     peers = [{**grid.coords, **at} for at in coordinates(step.axes, sizes)]
     haves = [step.src.block(shape, sizes, at) for at in peers]
     wants = [step.dst.block(shape, sizes, at) for at in peers]
-    have, want = grid.block(step.src, shape), grid.block(step.dst, shape)
-    largest = max(map(volume, (*haves, *wants)))
-    return (
-        yield from exchange(
-            block, have, want, [meet(w, have) for w in wants], [meet(want, h) for h in haves],
-            block.dtype, grid.comm(step.axes), grid.backend, largest, wait=wait, tag=tag,
-        )
-    )  # fmt: skip
+    return (yield from exchange_blocks(block, haves, wants, grid.comm(step.axes), grid.backend, wait=wait, tag=tag))
 
 
 _STEPS: dict[str, Callable[[Block, Step, Shape, Grid, bool, bool, int], Work]] = {

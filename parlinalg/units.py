@@ -116,3 +116,12 @@ def three_digits(x: float) -> str:
     ('5.30', '0.0123', '897', '18,220')
     """
     return f"{x:,.0f}" if abs(x) >= 999.5 else f"{x:#.3g}".rstrip(".")
+
+
+def format_count(n: int, noun: str) -> str:
+    """Return a number of things as text.
+
+    >>> format_count(1, "rank"), format_count(2048, "rank")
+    ('1 rank', '2,048 ranks')
+    """
+    return f"{n:,} {noun}{'s' * (n != 1)}"

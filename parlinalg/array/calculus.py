@@ -15,7 +15,7 @@ from parlinalg.array.reductions import settled, total
 from parlinalg.array.shapes import reshape
 from parlinalg.array.sorting import argsort, on_line, searchsorted, used
 from parlinalg.array.ufuncs import operand
-from parlinalg.exchange import exchange, meet, volume
+from parlinalg.exchange import exchange_blocks
 from parlinalg.layout import Layout, coordinates
 from parlinalg.redistribute import Move
 
@@ -61,10 +61,7 @@ def gradient(f: Any, *spacings: Any, axis: Any = None, edge_order: int = 1) -> A
         raise TypeError(f"np.gradient takes a DistArray here, not {f!r}")
     f = settled(f, "gradient")
     f = f.astype(np.float64) if f.dtype.kind in "biu" else f
-    dims = tuple(range(f.ndim)) if axis is None else tuple(
-        axis_of(d, f.ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,)))  # fmt: skip
-    if len(set(dims)) != len(dims):
-        raise ValueError(f"axis {axis} names a dim twice")
+    dims = tuple(range(f.ndim)) if axis is None else dims_of(axis, f.ndim)
     given: list[Any] = list(spacings) or [1.0]
     if len(given) == 1 and not np.ndim(given[0]):
         given = given * len(dims)
@@ -229,14 +226,11 @@ def _convolved(a: DistArray, v: DistArray, mode: str, middle: int, name: str) ->
     axes = used(grid, layout.dims[0])
     peers = [{**grid.coords, **at} for at in coordinates(axes, grid.sizes)]
     haves, wants = [a.layout.block(a.shape, grid.sizes, at) for at in peers], [want(at) for at in peers]
-    mine, goal = grid.block(a.layout, a.shape), want(grid.coords)
-    sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
-    largest = max(map(volume, (*haves, *wants)))
-    part = Move(exchange(a.block, mine, goal, sends, receives, kind, grid.comm(axes), grid.backend, largest)).wait()
+    part = Move(exchange_blocks(a.block, haves, wants, grid.comm(axes), grid.backend)).wait()
     (held,) = grid.block(layout, (size,))
     if not len(held):
         return a.like(grid.backend.zeros((0,), kind), layout, (size,))
-    start = held.start + offset - goal[0].start
+    start = held.start + offset - want(grid.coords)[0].start
     whole = _product(part, near, a.xp)
     return a.like(a.xp.ascontiguousarray(whole[start : start + len(held)]).astype(kind, copy=False), layout, (size,))
 

@@ -674,7 +674,9 @@ class DistArray(NDArrayOperatorsMixin):
 
     def __str__(self) -> str:
         """Return `repr` and a summary of the values.  Collective: all ranks must print, or use `repr`."""
-        return f"{self!r}\n{_summary(self)}"
+        from parlinalg.array.printing import summary
+
+        return f"{self!r}\n{summary(self)}"
 
 
 def refused_dtype(name: str) -> TypeError:
@@ -690,11 +692,6 @@ def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
-def axis_error(axis: Any, ndim: int) -> np.exceptions.AxisError:
-    """Return NumPy's error for a dim that an array does not have."""
-    return np.exceptions.AxisError(axis, ndim)
-
-
 def axis_of(axis: Any, ndim: int) -> int:
     """Return the dim that NumPy's `axis`, which may be negative, stands for."""
     try:
@@ -702,7 +699,7 @@ def axis_of(axis: Any, ndim: int) -> int:
     except TypeError:
         raise TypeError(f"an axis is a whole number, not {axis!r}") from None
     if not -ndim <= dim < ndim:
-        raise axis_error(axis, ndim)
+        raise np.exceptions.AxisError(axis, ndim)
     return dim % ndim
 
 
@@ -794,24 +791,3 @@ def mismatch(what: str, have: Layout, want: Layout) -> LayoutError:
 
 _NUMPY: Any = np  # whose functions return DistArrays, which its types do not know
 _NUMPY_ATTRIBUTES = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))
-
-EDGE = 3
-
-
-def _summary(a: DistArray) -> str:
-    """Return the values as NumPy prints them; of a large array only the corners are fetched.  Collective."""
-    large = a.size > np.get_printoptions()["threshold"]
-    cut = [d for d, n in enumerate(a.shape) if large and n > 2 * EDGE]
-    if not cut:
-        return np.array2string(a.gather(), prefix="")
-    corners = _corners(a.summed(), cut)
-    return np.array2string(corners, threshold=0, edgeitems=EDGE)
-
-
-def _corners(a: DistArray, dims: list[int]) -> Any:
-    """Return the global array with only the edges of these dims, and one item between, which is not shown."""
-    if not dims:
-        return a.gather()
-    dim, lead = dims[0], (slice(None),) * dims[0]
-    first, last = a[(*lead, slice(0, EDGE + 1))], a[(*lead, slice(a.shape[dim] - EDGE, None))]
-    return np.concatenate([_corners(first, dims[1:]), _corners(last, dims[1:])], axis=dim)

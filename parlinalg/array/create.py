@@ -67,7 +67,23 @@ def distribute(
         raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
     host: Any = _host(array, grid) if holds else None
     about = [list(host.shape), host.dtype.name, np.ma.isMaskedArray(array), _checksum(host, grid)] if holds else None
-    reported = grid.world.share([repr(layout), root, about], others="alike")
+    shape, dtype = _agreed(grid.world.share([repr(layout), root, about], others="alike"), root)
+    shape, grid, layout = placed(shape, grid, layout)
+    cut = layout.with_partial(())
+    if root is not None:
+        block = transfer.scatter(host, shape, dtype, cut, grid, root)
+    else:
+        part = tuple(slice(r.start, r.stop) for r in grid.block(cut, shape))
+        block = grid.backend.from_host(np.array(host[part], order="C"))
+    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+
+
+def _agreed(reported: Sequence[Any], root: int | None) -> tuple[Sequence[int], np.dtype[Any]]:
+    """Return the shape and dtype of the array that ranks distribute; raise an error unless they pass the same one.
+
+    Each rank reports the layout, the root and, if it has the array, its shape, the name of its dtype, whether it is
+    masked, and a checksum.
+    """
     for rank, theirs in enumerate(reported):
         if theirs[:2] != reported[0][:2]:
             raise LayoutError(
@@ -89,15 +105,7 @@ def distribute(
         )
     if first[1] not in ITEMSIZE:
         raise refused_dtype(first[1])
-    dtype = dtype_named(first[1])
-    shape, grid, layout = placed(first[0], grid, layout)
-    cut = layout.with_partial(())
-    if root is not None:
-        block = transfer.scatter(host, shape, dtype, cut, grid, root)
-    else:
-        part = tuple(slice(r.start, r.stop) for r in grid.block(cut, shape))
-        block = grid.backend.from_host(np.array(host[part], order="C"))
-    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+    return first[0], dtype_named(first[1])
 
 
 def _checksum(host: Any, grid: Grid) -> str:
@@ -238,14 +246,7 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
             raise LayoutError(
                 f"rank {rank} gives a block of shape {tuple(theirs)}; {layout!r} describes {layout.ndim} dims"
             )
-    if shape is None:
-        lengths: list[dict[int, int]] = [{} for _ in layout.dims]
-        for theirs, where, _, inside, *_ in facts:
-            if inside:
-                for dim, (index, length) in enumerate(zip(where, theirs, strict=True)):
-                    lengths[dim][index] = length
-        shape = tuple(sum(d.values()) for d in lengths)
-    shape = shape_of(shape)
+    shape = _sum_of_blocks(facts, layout) if shape is None else shape_of(shape)
     for rank, (theirs, _, dtype, inside, *_) in enumerate(facts):
         want = list(layout.block_shape(shape, grid.sizes, grid.coords_of(rank))) if inside else theirs
         if theirs != want:
@@ -260,17 +261,32 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
             raise LayoutError(
                 f"rank {rank} gives a block of dtype {dtype}, rank 0 one of {facts[0][2]}; all blocks need one dtype"
             )
-    replicas: dict[str, tuple[int, str]] = {}
-    for rank, part in enumerate(fact[5] for fact in facts):
+    _check_replicas([fact[5] for fact in facts], layout)
+    check_given("from_blocks", block, layout, shape, grid, "give ranks that hold the same part equal blocks")
+    return DistArray(block, shape, layout, grid)
+
+
+def _sum_of_blocks(facts: Sequence[Any], layout: Layout) -> tuple[int, ...]:
+    """Return the global shape of the blocks that ranks report, with the number of each in every dim."""
+    lengths: list[dict[int, int]] = [{} for _ in layout.dims]
+    for theirs, where, _, inside, *_ in facts:
+        if inside:
+            for dim, (index, length) in enumerate(zip(where, theirs, strict=True)):
+                lengths[dim][index] = length
+    return tuple(sum(d.values()) for d in lengths)
+
+
+def _check_replicas(parts: Sequence[Any], layout: Layout) -> None:
+    """Raise a LayoutError unless ranks that report the same part report the same checksum."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, part in enumerate(parts):
         if part is not None:
-            first, text = replicas.setdefault(str(part[0]), (rank, part[1]))
+            first, text = known.setdefault(str(part[0]), (rank, part[1]))
             if text != part[1]:
                 raise LayoutError(
                     f"from_blocks: ranks {first} and {rank} hold the same part of {layout!r}, but give different "
                     f"blocks (checksums {text} and {part[1]}); give ranks that hold the same part equal blocks"
                 )
-    check_given("from_blocks", block, layout, shape, grid, "give ranks that hold the same part equal blocks")
-    return DistArray(block, shape, layout, grid)
 
 
 def placed(
@@ -303,10 +319,7 @@ def zeros(
     shape: Shape, grid: Grid | None = None, layout: Layout | None = None, dtype: Any = None, *, device: Any = None
 ) -> DistArray:
     """Return an array of zeros."""
-    shape, grid, layout = placed(shape, grid, layout, device)
-    kind = native(dtype_named(np.float64 if dtype is None else dtype))
-    block = grid.backend.zeros(grid.block_shape(layout, shape), kind)
-    return DistArray(block, shape, layout, grid)
+    return _allocated("zeros", shape, grid, layout, dtype, device)
 
 
 def ones(
@@ -321,10 +334,16 @@ def empty(
     shape: Shape, grid: Grid | None = None, layout: Layout | None = None, dtype: Any = None, *, device: Any = None
 ) -> DistArray:
     """Return an array whose elements are yet to be written."""
+    return _allocated("empty", shape, grid, layout, dtype, device)
+
+
+def _allocated(
+    function: str, shape: Shape, grid: Grid | None, layout: Layout | None, dtype: Any, device: Any
+) -> DistArray:  # fmt: skip
+    """Return an array of blocks that the backend's function of this name makes."""
     shape, grid, layout = placed(shape, grid, layout, device)
     kind = native(dtype_named(np.float64 if dtype is None else dtype))
-    block = grid.backend.empty(grid.block_shape(layout, shape), kind)
-    return DistArray(block, shape, layout, grid)
+    return DistArray(getattr(grid.backend, function)(grid.block_shape(layout, shape), kind), shape, layout, grid)
 
 
 def eye(

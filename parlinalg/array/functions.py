@@ -161,12 +161,22 @@ def _array(value: Any, name: str) -> DistArray:
 
 
 # ------------------------------------------------------------------ reductions
-@handles(np.sum)
-def _sum(
-    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
-    where: Any = True,
-) -> DistArray:  # fmt: skip
-    return reductions.reduction("sum", _array(a, "sum"), axis, dtype, out, bool(keepdims), initial, where)
+def _reduction(name: str) -> Callable[..., DistArray]:
+    def reduce(
+        a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False,
+        initial: Any = np._NoValue, where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        return reductions.reduction(name, _array(a, name), axis, dtype, out, bool(keepdims), initial, where)
+
+    return reduce
+
+
+handles(np.sum)(_reduction("sum"))
+handles(np.prod)(_reduction("prod"))
+handles(np.max, np.amax, takes=("a", "axis", "out", "keepdims", "initial", "where"))(_reduction("max"))
+handles(np.min, np.amin, takes=("a", "axis", "out", "keepdims", "initial", "where"))(_reduction("min"))
+handles(np.any, takes=("a", "axis", "out", "keepdims", "where"))(_reduction("any"))
+handles(np.all, takes=("a", "axis", "out", "keepdims", "where"))(_reduction("all"))
 
 
 @handles(np.mean)
@@ -197,38 +207,9 @@ handles(np.var)(_spread("var", False))
 handles(np.std)(_spread("std", True))
 
 
-def _extreme(name: str) -> Callable[..., DistArray]:
-    def reduce(
-        a: Any, axis: Axis = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
-        where: Any = True,
-    ) -> DistArray:  # fmt: skip
-        return reductions.reduction(name, _array(a, name), axis, None, out, bool(keepdims), initial, where)
-
-    return reduce
-
-
-handles(np.max, np.amax)(_extreme("max"))
-handles(np.min, np.amin)(_extreme("min"))
-handles(np.any, takes=("a", "axis", "out", "keepdims", "where"))(_extreme("any"))
-handles(np.all, takes=("a", "axis", "out", "keepdims", "where"))(_extreme("all"))
-
-
-@handles(np.prod)
-def _prod(
-    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
-    where: Any = True,
-) -> DistArray:  # fmt: skip
-    return reductions.reduction("prod", _array(a, "prod"), axis, dtype, out, bool(keepdims), initial, where)
-
-
 @handles(np.count_nonzero)
 def _count_nonzero(a: DistArray, axis: Axis = None, keepdims: Any = False) -> DistArray:
     return (a != 0).sum(axis, np.int64, keepdims=keepdims)
-
-
-@handles(np.linalg.norm)
-def _norm(x: DistArray, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> DistArray:
-    return reductions.norm(x, ord, axis, bool(keepdims))
 
 
 @handles(np.trace)
@@ -470,44 +451,9 @@ def _append(arr: Any, values: Any, axis: int | None = None) -> DistArray:
     return joining.concatenate([arr, joining.brought(values, arr)], axis)
 
 
-@handles(np.expand_dims)
-def _expand_dims(a: DistArray, axis: Any) -> DistArray:
-    return joining.expand_dims(a, axis)
-
-
-@handles(np.broadcast_to)
-def _broadcast_to(array: DistArray, shape: Any) -> DistArray:
-    return joining.broadcast_to(array, shape)
-
-
 @handles(np.broadcast_arrays)
 def _broadcast_arrays(*args: DistArray, subok: bool = False) -> tuple[DistArray, ...]:
     return tuple(joining.broadcast_arrays(*args))
-
-
-@handles(np.flip)
-def _flip(m: DistArray, axis: Any = None) -> DistArray:
-    return joining.flip(m, axis)
-
-
-@handles(np.fliplr)
-def _fliplr(m: DistArray) -> DistArray:
-    return joining.flip(m, 1)
-
-
-@handles(np.flipud)
-def _flipud(m: DistArray) -> DistArray:
-    return joining.flip(m, 0)
-
-
-@handles(np.roll)
-def _roll(a: DistArray, shift: Any, axis: Any = None) -> DistArray:
-    return joining.roll(a, shift, axis)
-
-
-@handles(np.take)
-def _take(a: Any, indices: Any, axis: int | None = None, out: Any = None) -> DistArray:
-    return delivered(joining.take(_array(a, "take"), indices, axis), out, "take")
 
 
 @handles(np.take_along_axis)
@@ -516,51 +462,6 @@ def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> DistArray
     if axis is None:
         arr, axis = shapes.reshape(arr, (arr.size,)), 0
     return joining.take_along_axis(arr, indices, axis)
-
-
-@handles(np.repeat)
-def _repeat(a: Any, repeats: Any, axis: int | None = None) -> DistArray:
-    return joining.repeat(_array(a, "repeat"), repeats, axis)
-
-
-@handles(np.tile)
-def _tile(A: DistArray, reps: Any) -> DistArray:
-    return joining.tile(A, reps)
-
-
-@handles(np.pad)
-def _pad(array: DistArray, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> DistArray:
-    return joining.pad(array, pad_width, mode, constant_values)
-
-
-@handles(np.diff)
-def _diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> DistArray:
-    return joining.diff(_array(a, "diff"), n, axis, prepend, append)
-
-
-@handles(np.split)
-def _split(ary: DistArray, indices_or_sections: Any, axis: int = 0) -> list[DistArray]:
-    return joining.split(ary, indices_or_sections, axis)
-
-
-@handles(np.array_split)
-def _array_split(ary: DistArray, indices_or_sections: Any, axis: int = 0) -> list[DistArray]:
-    return joining.split(ary, indices_or_sections, axis, even=False)
-
-
-@handles(np.tril)
-def _tril(m: DistArray, k: int = 0) -> DistArray:
-    return joining.triangle(m, k, lower=True)
-
-
-@handles(np.triu)
-def _triu(m: DistArray, k: int = 0) -> DistArray:
-    return joining.triangle(m, k, lower=False)
-
-
-@handles(np.diagonal)
-def _diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DistArray:
-    return joining.diagonal(a, offset, axis1, axis2)
 
 
 @handles(np.diag)
@@ -590,11 +491,6 @@ def _argmax(a: Any, axis: int | None = None, out: Any = None, keepdims: Any = Fa
 @handles(np.argmin)
 def _argmin(a: Any, axis: int | None = None, out: Any = None, keepdims: Any = False) -> DistArray:
     return delivered(sorting.arg_extreme(_array(a, "argmin"), "min", axis, bool(keepdims)), out, "argmin")
-
-
-@handles(np.nonzero)
-def _nonzero(a: DistArray) -> tuple[DistArray, ...]:
-    return sorting.nonzero(a)
 
 
 @handles(np.flatnonzero)

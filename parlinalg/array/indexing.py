@@ -21,7 +21,7 @@ from parlinalg.array.align import broadcast_shape
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.rows import fetch, store
-from parlinalg.exchange import exchange, meet, volume
+from parlinalg.exchange import exchange_blocks, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, span
 from parlinalg.redistribute import Move
@@ -428,14 +428,10 @@ def copy_part(target: DistArray, places: Sequence[range], source: DistArray, cho
     haves = [source.layout.block(source.shape, grid.sizes, at) for at in peers]
     wants = [want(at) for at in peers]
     mine, goal = grid.block(source.layout, source.shape), want(grid.coords)
-    block = source.block
     if all(_within(w, h) for w, h in zip(wants, haves, strict=True)):
-        here = block[tuple(as_slice_in(w, h) for w, h in zip(goal, mine, strict=True))]
+        here = source.block[tuple(as_slice_in(w, h) for w, h in zip(goal, mine, strict=True))]
     else:
-        sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
-        largest = max(map(volume, (*haves, *wants)))
-        comm = grid.comm(axes)
-        here = Move(exchange(block, mine, goal, sends, receives, source.dtype, comm, grid.backend, largest)).wait()
+        here = Move(exchange_blocks(source.block, haves, wants, grid.comm(axes), grid.backend)).wait()
     if flipped:
         here = here[tuple(slice(None, None, -1 if d in flipped else 1) for d in range(here.ndim))]
     if volume(goal):

@@ -237,17 +237,17 @@ def unstack(a: DistArray, axis: int = 0) -> tuple[DistArray, ...]:
     return tuple(getitem(a, (*(slice(None),) * d, i)) for i in range(a.shape[d]))
 
 
-def split(a: DistArray, sections: Any, axis: int = 0, *, even: bool = True) -> list[DistArray]:
+def split(a: DistArray, indices_or_sections: Any, axis: int = 0, *, even: bool = True) -> list[DistArray]:
     """Return parts of the array along a dim: so many, or cut at these indices."""
     d = axis_of(axis, a.ndim)
     n = a.shape[d]
-    if isinstance(sections, int | np.integer):
-        k = int(sections)
+    if isinstance(indices_or_sections, int | np.integer):
+        k = int(indices_or_sections)
         if k < 1 or (even and n % k):
             raise ValueError(f"{n} items do not fall into {k} equal parts; array_split allows unequal ones")
         stops = np.cumsum([n // k + (i < n % k) for i in range(k)])[:-1]
     else:
-        stops = np.asarray(sections)
+        stops = np.asarray(indices_or_sections)
     edges: list[Any] = [None, *(int(s) for s in stops), None]
     return [getitem(a, (*(slice(None),) * d, slice(*edges[i : i + 2]))) for i in range(len(edges) - 1)]
 
@@ -290,7 +290,7 @@ def positions(a: DistArray, dim: int) -> Any:
 
 
 @primitive
-def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
+def triangle(a: DistArray, k: int = 0, *, lower: bool) -> DistArray:
     """Return the matrices with zeros above (or below) diagonal number k."""
     if a.ndim < 2:
         raise ValueError(f"tril and triu take matrices, or stacks of them, not an array of shape {a.shape}")
@@ -467,9 +467,9 @@ def insert(a: DistArray, places: Any, values: Any, axis: int | None = None) -> D
     return out
 
 
-def resize(a: DistArray, shape: Any) -> DistArray:
+def resize(a: DistArray, new_shape: Any) -> DistArray:
     """Return an array of another size: the elements in C order, repeated as often as needed."""
-    new = shape_of(shape)
+    new = shape_of(new_shape)
     size = int(np.prod(new, dtype=np.int64))
     flat = reshape(a, (a.size,))
     if not size or not a.size:

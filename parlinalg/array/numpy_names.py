@@ -67,6 +67,27 @@ _directly(np.cov, statistics.cov)
 _directly(np.corrcoef, statistics.corrcoef)
 handles(np.gradient)(calculus.gradient)
 _directly(np.trapezoid, calculus.trapezoid)
+_directly(np.expand_dims, joining.expand_dims)
+_directly(np.broadcast_to, joining.broadcast_to)
+_directly(np.flip, joining.flip)
+_directly(np.fliplr, joining.flip, axis=1)
+_directly(np.flipud, joining.flip, axis=0)
+_directly(np.rot90, calculus.rot90)
+_directly(np.roll, joining.roll)
+_directly(np.take, joining.take)
+_directly(np.repeat, joining.repeat)
+_directly(np.tile, joining.tile)
+_directly(np.resize, joining.resize)
+_directly(np.pad, joining.pad)
+_directly(np.diff, joining.diff)
+_directly(np.split, joining.split)
+_directly(np.array_split, joining.split, even=False)
+_directly(np.unstack, joining.unstack)
+_directly(np.tril, joining.triangle, lower=True)
+_directly(np.triu, joining.triangle, lower=False)
+_directly(np.diagonal, joining.diagonal)
+_directly(np.linalg.diagonal, joining.diagonal, axis1=-2, axis2=-1)
+_directly(np.nonzero, sorting.nonzero)
 handles(np.interp)(calculus.interp)
 handles(np.convolve)(calculus.convolve)
 handles(np.correlate)(calculus.correlate)
@@ -246,11 +267,6 @@ def _linalg_cross(x1: Any, x2: Any, axis: int = -1) -> DistArray:
 @handles(np.linalg.trace)
 def _linalg_trace(x: Any, offset: int = 0, dtype: Any = None) -> DistArray:
     return _trace(x, offset, -2, -1, dtype)
-
-
-@handles(np.linalg.diagonal)
-def _linalg_diagonal(x: DistArray, offset: int = 0) -> DistArray:
-    return joining.diagonal(x, offset, -2, -1)
 
 
 @handles(np.linalg.vector_norm)
@@ -467,22 +483,12 @@ handles(np.vsplit)(_split_along("vsplit", 0))
 handles(np.dsplit)(_split_along("dsplit", 2))
 
 
-@handles(np.unstack)
-def _unstack(x: DistArray, axis: int = 0) -> tuple[DistArray, ...]:
-    return joining.unstack(x, axis)
-
-
 @handles(np.block)
 def _block(arrays: Any) -> DistArray:
     def checked(part: Any) -> Any:
         return [checked(p) for p in part] if isinstance(part, list) else _array(part, "block")
 
     return joining.block(checked(arrays))
-
-
-@handles(np.rot90)
-def _rot90(m: Any, k: int = 1, axes: Any = (0, 1)) -> DistArray:
-    return calculus.rot90(_array(m, "rot90"), k, axes)
 
 
 @handles(np.rollaxis)
@@ -499,11 +505,6 @@ def _delete(arr: Any, obj: Any, axis: int | None = None) -> DistArray:
 @handles(np.insert)
 def _insert(arr: Any, obj: Any, values: Any, axis: int | None = None) -> DistArray:
     return joining.insert(reductions.settled(_array(arr, "insert"), "insert"), obj, values, axis)
-
-
-@handles(np.resize)
-def _resize(a: Any, new_shape: Any) -> DistArray:
-    return joining.resize(_array(a, "resize"), new_shape)
 
 
 @handles(np.trim_zeros)

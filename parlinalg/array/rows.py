@@ -10,6 +10,7 @@ import numpy as np
 
 from parlinalg.array.align import broadcast_shape, narrowed, spread
 from parlinalg.array.core import DistArray
+from parlinalg.backend import Backend
 from parlinalg.exchange import piece_size
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, span_of
@@ -157,8 +158,8 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
         rows = _rows(front, owners.local(asked), grid)
         got = grid.backend.empty((len(order), *held), a.dtype)
         comm.all_to_all(rows, [int(n) * width for n in received], got, [int(n) * width for n in counts])
-        goal[_on(grid, order)] = got
-        goal[_on(grid, own)] = _rows(front, owners.local(part[own]), grid)
+        goal[on_device(order, grid.backend)] = got
+        goal[on_device(own, grid.backend)] = _rows(front, owners.local(part[own]), grid)
     return DistArray(out.reshape(grid.block_shape(layout, full)), full, layout, grid)
 
 
@@ -166,7 +167,7 @@ def _rows(front: Any, here: tuple[np.ndarray, ...], grid: Grid) -> Any:
     """Return the rows at these indices of the first dims of a block, which all lie in it, without gaps."""
     if len(here) == 1 and isinstance(front, np.ndarray) and front.flags.c_contiguous:
         return front.take(here[0], axis=0, mode="clip")  # faster than an index
-    return grid.backend.xp.ascontiguousarray(front[tuple(_on(grid, i) for i in here)])
+    return grid.backend.xp.ascontiguousarray(front[tuple(on_device(i, grid.backend) for i in here)])
 
 
 FEW = 16
@@ -200,8 +201,9 @@ def trade(comm: Any, values: np.ndarray, counts: Sequence[int] | np.ndarray) -> 
     return got, received
 
 
-def _on(grid: Grid, index: np.ndarray) -> Any:
-    return index if grid.backend.host_memory else grid.backend.from_host(index)
+def on_device(array: np.ndarray, backend: Backend) -> Any:
+    """Return an array of the host where the backend computes: itself where that is the host."""
+    return array if backend.host_memory else backend.from_host(array)
 
 
 def store(
@@ -244,17 +246,17 @@ def store(
         order, counts = np.concatenate(shares), [len(share) for share in shares]
         numbers, received = trade(comm, numbers[order], counts)
         if rows is not None:
-            sent = grid.backend.xp.ascontiguousarray(rows[_on(grid, order)])
+            sent = grid.backend.xp.ascontiguousarray(rows[on_device(order, grid.backend)])
             rows = grid.backend.empty((len(numbers), *held), a.dtype)
             comm.all_to_all(sent, [int(n) * width for n in counts], rows, [int(n) * width for n in received])
     elif owners.axes:  # one element, which all ranks know
         mine = owners.split(numbers) == grid.comm(owners.axes).rank
-        numbers, rows = numbers[mine], None if rows is None else rows[_on(grid, mine)]
+        numbers, rows = numbers[mine], None if rows is None else rows[on_device(mine, grid.backend)]
     if rows is not None and not (grid.backend.host_memory or add):  # a GPU writes in any order
         last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
-        numbers, rows = numbers[last], rows[_on(grid, last)]
+        numbers, rows = numbers[last], rows[on_device(last, grid.backend)]
     a.writable()
-    front, here = owners.front(), tuple(_on(grid, i) for i in owners.local(numbers))
+    front, here = owners.front(), tuple(on_device(i, grid.backend) for i in owners.local(numbers))
     written = value if rows is None else rows
     if add:
         _add_at(grid.backend, front, here, written)

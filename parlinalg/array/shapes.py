@@ -60,9 +60,8 @@ def _moved(a: DistArray, new: Shape, layout: Layout) -> Any:
     peers = [{**grid.coords, **at} for at in coordinates(axes, grid.sizes)]
     haves = [Runs.of(a.layout.block(a.shape, grid.sizes, at), a.shape) for at in peers]
     wants = [Runs.of(layout.block(new, grid.sizes, at), new) for at in peers]
-    me = next(i for i, at in enumerate(peers) if at == grid.coords)
     flat = grid.backend.xp.ascontiguousarray(a.block).reshape(-1)
-    out = exchange_runs(flat, me, haves, wants, grid.comm(axes), grid.backend)
+    out = exchange_runs(flat, haves, wants, grid.comm(axes), grid.backend)
     return out.reshape(grid.block_shape(layout, new))
 
 

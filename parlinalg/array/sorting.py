@@ -18,12 +18,12 @@ import numpy as np
 from parlinalg.array.align import spread
 from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.rows import by_owner, store, trade
+from parlinalg.array.rows import by_owner, on_device, store, trade
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.kernels.rows import running_sum
 from parlinalg.backend.shapes import has_values, values_needed
-from parlinalg.exchange import exchange, meet, volume
+from parlinalg.exchange import exchange_blocks
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths
 from parlinalg.redistribute import Move
@@ -74,11 +74,8 @@ def balanced(rows: Block, grid: Grid, axes: Cut, rest: Layout, shape: tuple[int,
     haves = [(range(int(stop - c), int(stop)), *behind) for stop, c in zip(stops, counts, strict=True)]
     pieces = np.cumsum([0, *cut_lengths(n, used(grid, axes), grid.sizes)])
     wants = [(range(int(a), int(b)), *behind) for a, b in pairwise(pieces)]
-    mine, goal = haves[comm.rank], wants[comm.rank]
-    sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
-    largest = max(map(volume, (*haves, *wants)))
     rows = grid.backend.xp.ascontiguousarray(rows)
-    block = Move(exchange(rows, mine, goal, sends, receives, rows.dtype, comm, grid.backend, largest)).wait()
+    block = Move(exchange_blocks(rows, haves, wants, comm, grid.backend)).wait()
     return DistArray(block, full, layout, grid)
 
 
@@ -140,14 +137,14 @@ def _sorted(a: DistArray, axis: int, descending: bool, index: bool) -> DistArray
     if not grid.inside:
         return a.like(a.block.astype(dtype))
     if not cut:
-        return a.like(_sorted_block(a.block, d, descending, index))
+        return a.like(sorted_block(a.block, d, descending, index))
     lines = math.prod(n for i, n in enumerate(a.shape) if i != d)
     ranks = math.prod(grid.sizes[x] for x in cut)
     if lines >= ranks:
         others = [() if i == d else c for i, c in enumerate(a.layout.dims)]
         shape = [0 if i == d else n for i, n in enumerate(a.shape)]  # its own dim is the last to be cut
         whole = a.redistribute(spread(shape, a.layout.dims[d], others))
-        return whole.like(_sorted_block(whole.block, d, descending, index)).redistribute(a.layout)
+        return whole.like(sorted_block(whole.block, d, descending, index)).redistribute(a.layout)
     lengths = cut_lengths(a.shape[d], cut, grid.sizes)
     if a.ndim == 1:
         keys, places = sort_line(a.block, lengths, grid.comm(cut), grid, descending=descending, index=index)
@@ -160,7 +157,8 @@ def _sorted(a: DistArray, axis: int, descending: bool, index: bool) -> DistArray
     return a.like(a.xp.ascontiguousarray(a.xp.moveaxis(out, -1, d)))
 
 
-def _sorted_block(block: Block, d: int, descending: bool, index: bool) -> Block:
+def sorted_block(block: Block, d: int, descending: bool, index: bool) -> Block:
+    """Return a block sorted along a dim, or with `index` the indices that sort it; equal elements keep their order."""
     back = tuple(slice(None, None, -1) if i == d else slice(None) for i in range(block.ndim))
     if descending:
         block = block[back]
@@ -267,7 +265,7 @@ def _splitters(
         mine = np.zeros((k, shown), keys[0].dtype)
         for i, place in enumerate(open_.tolist()):
             if line := len(keys[place]):
-                mine[i] = backend.to_host(keys[place][_host_index(np.minimum(at[i], line - 1), backend)])
+                mine[i] = backend.to_host(keys[place][on_device(np.minimum(at[i], line - 1), backend)])
         samples = gathered(comm, mine)
         pivots = np.empty((k, tried), samples.dtype)
         for i in range(k):
@@ -281,7 +279,7 @@ def _splitters(
             pivots[i] = candidates[ranked[np.searchsorted(share, quantiles)]]
         own = np.empty((2, k, tried), np.int64)
         for i, place in enumerate(open_.tolist()):
-            on = pivots[i] if backend.host_memory else backend.from_host(pivots[i])
+            on = on_device(pivots[i], backend)
             for j, side in enumerate(("left", "right")):
                 own[j, i] = backend.to_host(backend.xp.searchsorted(keys[place], on, side=side))
         (left, right), (lefts, rights) = own, gathered(comm, own).swapaxes(0, 1)
@@ -393,10 +391,6 @@ def _nested(keys: Block, edges: np.ndarray) -> list[Block]:
     return [np.zeros(len(keys), np.bool_), *inner, np.ones(len(keys), np.bool_)]
 
 
-def _host_index(index: np.ndarray, backend: Any) -> Any:
-    return index if backend.host_memory else backend.from_host(index)
-
-
 def gathered(comm: Any, mine: np.ndarray) -> np.ndarray:
     """Return all ranks' arrays of equal size, by rank."""
     out = np.empty((comm.size, *mine.shape), mine.dtype)
@@ -455,7 +449,7 @@ def _last_before(keys: Block, line: DistArray, axes: Cut) -> Any:
     found = [r for r in range(comm.rank) if lengths[r]]
     if not found:
         return None
-    return every[found[-1]] if backend.host_memory else backend.from_host(every[found[-1]])
+    return on_device(every[found[-1]], backend)
 
 
 def _differences(a: DistArray, end: int) -> DistArray:
@@ -499,8 +493,8 @@ def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArr
     shares = by_owner(owner, comm.size)
     order, counts = np.concatenate(shares), [len(share) for share in shares]
     wanted, received = trade(comm, flat[order], counts)
-    on = wanted if backend.host_memory else backend.from_host(wanted)
-    places = backend.to_host(a.xp.searchsorted(keys, on, side=side)).astype(np.int64) + int(starts[comm.rank])
+    places = backend.to_host(a.xp.searchsorted(keys, on_device(wanted, backend), side=side))
+    places = places.astype(np.int64) + int(starts[comm.rank])
     answers = np.empty(len(flat), np.int64)
     comm.all_to_all(places, [int(c) for c in received], answers, [int(c) for c in counts])
     out = np.empty(len(flat), np.int64)
@@ -623,8 +617,7 @@ def arg_extreme(a: DistArray, name: str, axis: int | None, keepdims: bool = Fals
         ones = [math.prod(held)] * comm.size
         comm.all_gather(xp.ascontiguousarray(best), bests, ones)
         comm.all_gather(xp.ascontiguousarray(at), places, ones)
-        some = np.flatnonzero(lengths)  # ranks in order: the first of equals is the first in the line
-        some = _host_index(some, grid.backend)
+        some = on_device(np.flatnonzero(lengths), grid.backend)  # in order: the first of equals is first in the line
         bests, places = bests[some], places[some]
         which = _arg_extreme(bests, name, 0)
         block = xp.take_along_axis(places, which[None], axis=0)[0]

@@ -19,8 +19,9 @@ from parlinalg.array.core import Axis, DistArray, axis_of, same_grid, truth
 from parlinalg.array.create import distribute
 from parlinalg.array.joining import concatenate
 from parlinalg.array.reductions import dims_of, mean, settled, total
+from parlinalg.array.rows import on_device
 from parlinalg.array.shapes import reshape
-from parlinalg.array.sorting import gathered, searchsorted, used
+from parlinalg.array.sorting import gathered, searchsorted, sorted_block, used
 from parlinalg.array.ufuncs import operand
 from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
@@ -95,13 +96,11 @@ def _found(
     `here` and `counts` are the numbers of elements of a row, and of the line, that are not NaN: they come first.
     """
 
-    def on(index: np.ndarray) -> Any:
-        return index if backend.host_memory else backend.from_host(index)
-
     def at(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if not keys.shape[1]:
             return np.zeros(len(rows), keys.dtype)
-        return backend.to_host(keys[on(rows), on(np.minimum(columns, keys.shape[1] - 1))])
+        index = (rows, np.minimum(columns, keys.shape[1] - 1))
+        return backend.to_host(keys[tuple(on_device(each, backend) for each in index)])
 
     def below(rows: np.ndarray, pivots: Any, equal: bool) -> np.ndarray:
         """Return how many elements of these rows are less than the pivots (or equal), by bisection."""
@@ -167,10 +166,9 @@ def median(a: DistArray, axis: Axis = None, keepdims: bool = False, *, ignore_na
     return _kept(found, a, dims) if keepdims else found
 
 
-def _kept(found: DistArray, a: DistArray, dims: tuple[int, ...], lead: int = 0) -> DistArray:
-    """Return a result over dims with these dims of size 1, behind `lead` dims of its own."""
-    shape = tuple(1 if d in dims else n for d, n in enumerate(a.shape))
-    return reshape(found, (*found.shape[:lead], *shape))
+def _kept(found: DistArray, a: DistArray, dims: tuple[int, ...]) -> DistArray:
+    """Return a result over dims with these dims of size 1."""
+    return reshape(found, tuple(1 if d in dims else n for d, n in enumerate(a.shape)))
 
 
 def _boundary(index: np.ndarray, below: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
@@ -258,20 +256,28 @@ def quantile(
         block = low.astype(kind, copy=False)
     else:
         n = a.grid.backend.to_host(counts.block) if ignore_nan else np.full(counts.block.shape, size)
-        at = np.asarray(METHODS[method](n, flat.reshape((-1,) + (1,) * n.ndim)))
-        previous = np.floor(at)
-        ends = (at >= n - 1) | (at < 0)
-        gamma = np.where(at < 0, at, np.where(ends, at + 1, at - previous))
-        gamma = _WEIGHTS[method](gamma, at) if method in _WEIGHTS else gamma
-        t = a.grid.backend.from_host(gamma.astype(kind))
-        low, high = low.astype(kind, copy=False), high.astype(kind, copy=False)
-        with np.errstate(invalid="ignore"):
-            step = high - low
-            block = a.xp.where(t >= 0.5, high - step * (1 - t), low + step * t).astype(kind, copy=False)
-        block = a.xp.where(a.xp.asarray(low == high), low, block)
+        weights = _weights_above(method, n, flat.reshape((-1,) + (1,) * n.ndim))
+        block = _interpolated(low.astype(kind, copy=False), high.astype(kind, copy=False), weights, a)
     found = values.like(a.grid.backend.xp.asarray(block), values.layout, (len(flat), *values.shape[1:]))
     shape = tuple(1 if d in dims else m for d, m in enumerate(a.shape)) if keepdims else found.shape[1:]
     return reshape(found, (*given.shape, *shape))
+
+
+def _weights_above(method: str, n: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Return the weights of the elements above the quantiles q of n elements, beside those below."""
+    at = np.asarray(METHODS[method](n, q))
+    ends = (at >= n - 1) | (at < 0)
+    gamma = np.where(at < 0, at, np.where(ends, at + 1, at - np.floor(at)))
+    return _WEIGHTS[method](gamma, at) if method in _WEIGHTS else gamma
+
+
+def _interpolated(low: Block, high: Block, weights: np.ndarray, a: DistArray) -> Block:
+    """Return the values between `low` and `high` of these weights, as NumPy computes them."""
+    t = a.grid.backend.from_host(weights.astype(low.dtype))
+    with np.errstate(invalid="ignore"):
+        step = high - low
+        block = a.xp.where(t >= 0.5, high - step * (1 - t), low + step * t).astype(low.dtype, copy=False)
+    return a.xp.where(a.xp.asarray(low == high), low, block)
 
 
 # ------------------------------------------------------------------------------------------------ the largest
@@ -293,8 +299,6 @@ def top_k(x: DistArray, k: int, axis: int = -1, largest: bool = True) -> tuple[D
     >>> values.tolist(), indices.tolist()
     ([9, 9], [1, 3])
     """
-    from parlinalg.array.sorting import _sorted_block
-
     a, d = settled(x, "top_k"), axis_of(axis, x.ndim)
     if not 0 <= k <= a.shape[d]:
         raise ValueError(f"top_k takes k from 0 to {a.shape[d]}, the size of dim {d} of shape {a.shape}, not {k}")
@@ -306,7 +310,7 @@ def top_k(x: DistArray, k: int, axis: int = -1, largest: bool = True) -> tuple[D
         empty = grid.backend.zeros(held, a.dtype), grid.backend.zeros(held, np.int64)
         return a.like(empty[0], layout, shape), a.like(empty[1], layout, shape)
     first = (*(slice(None),) * d, slice(0, k))
-    at = _sorted_block(a.block, d, largest, True)[first]
+    at = sorted_block(a.block, d, largest, True)[first]
     values = a.xp.take_along_axis(a.block, at, axis=d)
     if cut:
         comm = grid.comm(cut)
@@ -319,7 +323,7 @@ def top_k(x: DistArray, k: int, axis: int = -1, largest: bool = True) -> tuple[D
             got = grid.backend.empty((sum(lengths), *mine.shape[1:]), mine.dtype)
             comm.all_gather(mine, got, [n * width for n in lengths])
             every.append(a.xp.moveaxis(got, 0, d))
-        chosen = _sorted_block(every[0], d, largest, True)[first]  # parts in order: equals stay in that of the line
+        chosen = sorted_block(every[0], d, largest, True)[first]  # parts in order: equals stay in that of the line
         values, at = (a.xp.take_along_axis(part, chosen, axis=d) for part in every)
     values, at = (a.xp.ascontiguousarray(part).reshape(part.shape) for part in (values, at))
     return a.like(values, layout, shape), a.like(at.astype(np.int64, copy=False), layout, shape)

@@ -443,9 +443,6 @@ class ShapeArray(NDArrayOperatorsMixin):
         return self._view(self._a.imag) if self.dtype.kind == "c" else self.device.xp.zeros(self.shape, self.dtype)
 
     # -------------------------------------------------------------------------------------- values, refused
-    def _refuse(self, what: str) -> ValuesNeeded:
-        return values_needed(what)
-
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise values_needed("a conversion to a NumPy array")
 
@@ -602,11 +599,10 @@ def _method(name: str) -> Any:
 
 _METHODS = (
     "sum", "max", "min", "mean", "prod", "any", "all", "argmax", "argmin", "cumsum", "cumprod", "clip", "round", "conj",
-    "conjugate", "take", "repeat", "dot", "trace", "std", "var", "argsort", "nonzero", "searchsorted", "sort",
+    "conjugate", "take", "repeat", "dot", "trace", "std", "var", "argsort", "nonzero", "searchsorted",
 )  # fmt: skip
 for _name in _METHODS:
-    if _name != "sort":
-        setattr(ShapeArray, _name, _method(_name))
+    setattr(ShapeArray, _name, _method(_name))
 
 
 def _sort_in_place(self: ShapeArray, axis: int = -1, kind: Any = None) -> None:

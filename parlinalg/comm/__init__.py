@@ -39,8 +39,6 @@ __all__ = [
     "trace",
 ]
 
-_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
-
 
 def open_comm(comm: Any = None) -> Comm:
     """Return the communicator to build on.
@@ -147,7 +145,7 @@ def _check_launcher(size: int, why: str) -> None:
     """Raise if a launcher started several processes that would not see one another."""
     if size == 1 and (reported := launch_problem(1, 0)):
         raise CommError(f"{reported} ({why})")
-    started = max(int(os.environ.get(name, "1") or 1) for name in _LAUNCHED)
+    started = launched().ranks
     if size == 1 and started > 1:
         raise CommError(
             f"{started} processes were started together, but each sees only itself: {why}; "

@@ -21,7 +21,7 @@ from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
     from parlinalg.comm.ledger import Book
-    from parlinalg.comm.shared import Common
+    from parlinalg.comm.shared import SharedMemory
 
 
 class Handle(ABC):
@@ -153,7 +153,7 @@ class Comm(ABC):
         self.key = enrol(self) if size > 1 and not self.imagined else "self"
         """The same on all members, different from other communicators; for the monitor."""
         self._parcels: dict[int, list[Block]] = {}
-        self.shared: Common | None = None
+        self.shared: SharedMemory | None = None
         """The memory that the members share, once they have some (`parlinalg.comm.shared`)."""
         self.terms: list[weakref.ref[Any]] = []
         """Arrays in such memory that sums are taken of where they lie."""
@@ -217,9 +217,7 @@ class Comm(ABC):
         if self.size == 1:
             return DONE
         if self.books:
-            n = buffer.size
-            own = n // self.size + (self.rank < n % self.size)
-            self._note("all_reduce", 2 * (n - own), buffer.itemsize)
+            self._note("all_reduce", self.all_reduce_words(buffer.size), buffer.itemsize)
         if self.checked:
             self._agree("all_reduce", buffer.dtype, buffer.size, reduction=op, shape=buffer.shape)
         self._calls += 1
@@ -404,6 +402,10 @@ class Comm(ABC):
 
     # ------------------------------------------------------------------------------------------------ checks
 
+    def all_reduce_words(self, n: int) -> int:
+        """Return the words that this rank receives in an all-reduce of n elements: 2 (n − own), `own` is its piece."""
+        return 2 * (n - n // self.size - (self.rank < n % self.size))
+
     def count(self, op: str, words: int, itemsize: int) -> None:
         """Enter a call that was made through shared memory in the ledger: `words` as those of the operation `op`."""
         if self.books:
@@ -469,6 +471,14 @@ class _Parcel(Handle):
             self._buffer.reshape(-1)[:] = parcel.reshape(-1)
             self._done = True
         return self._done
+
+
+def check_members(comm: Comm, ranks: tuple[int, ...]) -> None:
+    if comm.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < comm.size for r in ranks):
+        raise CommError(
+            f"rank {comm.rank} of {comm.size} asks for a communicator of the ranks {ranks}: "
+            "they should be distinct, in range, and include it"
+        )
 
 
 def check_contiguous(comm: Comm, op: str, block: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.backend import backend_of
-from parlinalg.comm.watch import ranks_text, slot
+from parlinalg.comm.watch import grouped, ranks_text, slot
 from parlinalg.errors import CommError, user_line
 
 if TYPE_CHECKING:
@@ -182,7 +182,5 @@ def _sentence(comm: Comm, calls: Sequence[Mapping[str, Any]]) -> str:
 
 def _groups(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     """Return which ranks say what, as `ranks 0, 2: this; rank 1: that`."""
-    of: dict[str, list[int]] = {}
-    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
-        of.setdefault(text, []).append(rank)
-    return "; ".join(f"{ranks_text(r)}: {text}" for text, r in of.items())
+    found = grouped(dict(zip(range(len(texts)) if ranks is None else ranks, texts, strict=True)))
+    return "; ".join(f"{ranks_text(r)}: {text}" for r, text in found)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend.shapes import ShapesBackend, values_needed
-from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, check_members
 from parlinalg.comm.ledger import Book
 from parlinalg.errors import CommError
 
@@ -60,7 +60,7 @@ class Representatives:
     def __init__(self, stands: Sequence[int]) -> None:
         self.stands = tuple(stands)
         self._changed = threading.Condition()
-        self._told: dict[Hashable, dict[int, Any]] = {}
+        self._values: dict[Hashable, dict[int, Any]] = {}
         self._sent: dict[Hashable, deque[np.ndarray]] = {}
         self._passed: dict[Hashable, list[np.ndarray]] = {}
         """By communicator, sender and distance: all messages, for receivers from ranks that the sender stands for."""
@@ -81,11 +81,13 @@ class Representatives:
                 "stand for some of them, do not take part; let ranks that do stand for them"
             )
         with self._changed:
-            told = self._told.setdefault(key, {})
-            told[rank] = value
+            values = self._values.setdefault(key, {})
+            values[rank] = value
             self._changed.notify_all()
-            self._await(lambda: all(m in told for m in wanted), [m for m in wanted if m not in told], f"share {key}")
-        return [told[self.stands[m]] for m in members]
+            self._await(
+                lambda: all(m in values for m in wanted), [m for m in wanted if m not in values], f"share {key}"
+            )
+        return [values[self.stands[m]] for m in members]
 
     def put(self, place: Hashable, sender: int, to: int, tag: int, block: np.ndarray) -> None:
         """Send a block of values from one rank of a communicator to another."""
@@ -178,11 +180,7 @@ class ImaginedComm(Comm):
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         ranks = tuple(ranks)
-        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
-            raise CommError(
-                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: "
-                "they should be distinct, in range, and include it"
-            )
+        check_members(self, ranks)
         world, nodes = (tuple(of[r] for r in ranks) for of in (self.world_ranks, self.nodes))
         return ImaginedComm(  # of one rank too: its blocks have no values either
             len(ranks), ranks.index(self.rank), self.device, axes=axes, world_ranks=world, nodes=nodes,
@@ -230,12 +228,13 @@ class ImaginedComm(Comm):
         return self._post("reduce_scatter", moved, moved, wait, send, recv, *terms, most=_most(send, counts))
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
-        own = buffer.size // self.size + (self.rank < buffer.size % self.size)
+        words = self.all_reduce_words(buffer.size)
+        own = buffer.size - words // 2
         terms = self._terms(own, buffer.dtype)
         part = [self.device.empty(own, buffer.dtype) for _ in terms]  # this rank's of the sum, before the all-gather
         if isinstance(buffer, np.ndarray):
             buffer[...] = self._summed(buffer, op)
-        moved = 2 * (buffer.size - own) * buffer.itemsize
+        moved = words * buffer.itemsize
         return self._post("all_reduce", moved, moved, wait, buffer, *terms, *part)
 
     def _terms(self, own: int, dtype: Any) -> list[Block]:

@@ -22,7 +22,7 @@ from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
 from parlinalg.comm import split
 from parlinalg.comm.algorithms import Chain, SumInPlace, TwoPhase, all_reduce_in_two, reduce_scatter_terms
-from parlinalg.comm.base import DONE, Block, Comm, Following, Handle, by_terms
+from parlinalg.comm.base import DONE, Block, Comm, Following, Handle, by_terms, check_members
 from parlinalg.comm.check import failed_in_mpi
 from parlinalg.comm.ledger import Book
 from parlinalg.comm.shared import beside
@@ -168,11 +168,7 @@ class MpiComm(Comm):
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         ranks = tuple(ranks)
-        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
-            raise CommError(
-                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: "
-                "they should be distinct, in range, and include it"
-            )
+        check_members(self, ranks)
         if len(ranks) == 1:
             return SingleComm(axes, self.world_ranks[self.rank], self.nodes[self.rank], self.books)
         whole = self.mpi.Get_group()

@@ -22,19 +22,22 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend import namespace
 from parlinalg.backend.shapes import ShapeArray
-from parlinalg.comm.base import Comm, Handle, by_terms
+from parlinalg.comm.base import DONE, Comm, Handle, by_terms
 from parlinalg.comm.imagined import ImaginedComm
 
 FOLDER = "/dev/shm"
 KEPT = 1 << 28
 """The most bytes of a rank's share of an array that lasted which are kept for the next one."""
+SMALL = 256
+"""Elements of sums below which no shared memory is made for them."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """True if other cores see writes in the order in which a core makes them."""
 
 
 @dataclass
-class Common:
+class SharedMemory:
     """The shared memory of one communicator."""
 
     memory: mmap.mmap | ImaginedMemory | None = None
@@ -70,7 +73,7 @@ def _array(memory: mmap.mmap | ImaginedMemory, dtype: Any, n: int, start: int = 
 
 
 @contextmanager
-def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
+def shared_array(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
     """Provide an array that every rank of `comm` sees, within a `with` block; None where there is no room for it.
 
     Collective: all ranks ask for the same shape.  Its elements are whatever was there before; after writing, a barrier
@@ -242,6 +245,152 @@ class _Passed(Handle):
         return self._here()
 
 
+class SharedCollectives:
+    """All-gathers, broadcasts and all-reduces of a communicator, in its shared memory where there is some.
+
+    Gathered rows are valid until the next call: once all have come to that, the call after it may write over them.
+
+    Parameters
+    ----------
+    comm : Comm
+    memory : array [2, comm.size, most] or None
+        Room for `most` elements of each rank, of which a sum may have no more; gathered rows share it.
+    counters : array of int64, optional
+        Shared memory of a `Meeting`.
+    """
+
+    def __init__(self, comm: Comm, memory: Any, counters: Any = None) -> None:
+        self.comm, self._memory, self._turn = comm, memory, 0
+        self._meeting = Meeting(comm, counters)
+
+    def _next(self) -> Any:
+        self._turn = 1 - self._turn
+        return self._memory[self._turn]
+
+    def all_gather(self, mine: Any, counts: Sequence[int]) -> Any:
+        """Return the rows of all ranks, one rank's after the other's; counts[i] rows are rank i's.  Collective."""
+        comm, (rows, width), total, xp = self.comm, mine.shape, sum(counts), namespace(mine)
+        if comm.size == 1:
+            return xp.ascontiguousarray(mine)
+        if self._memory is None or total * width > self._memory[0].size:
+            out = xp.empty((total, width), mine.dtype)
+            comm.all_gather(xp.ascontiguousarray(mine), out, [n * width for n in counts])
+            return out
+        whole: np.ndarray = self._next().reshape(-1)[: total * width].reshape(total, width)
+        before = sum(counts[: comm.rank])
+        whole[before : before + rows] = mine
+        comm.count("all_gather", (total - rows) * width, mine.itemsize)
+        self._meeting.wait()
+        return whole
+
+    def all_gather_in_turn(
+        self, first: Any, counts: Sequence[int], then: Any, later: Sequence[int], use: Callable[[Any], Any],
+        at_once: bool,
+    ) -> tuple[Any, Callable[[], Any]]:  # fmt: skip
+        """Return what `all_gather` does of `first`, and a function that returns what `use` makes of that of `then`.
+
+        The second gather begins in that function, or here, `at_once` or if the first has no elements.  In shared memory
+        ranks meet once for both.  Collective, and so may be the function.
+        """
+        comm, xp, early = self.comm, namespace(first), sum(counts) * first.shape[1]
+        shape, sizes = (sum(later), then.shape[1]), [n * then.shape[1] for n in later]
+        both = early + sum(sizes)
+        if self._memory is None or both > self._memory[0].size:
+            gathered = self.all_gather(first, counts) if early else xp.empty((sum(counts), first.shape[1]), first.dtype)
+            rest, mine, needed = xp.empty(shape, then.dtype), xp.ascontiguousarray(then), both > early or not early
+
+            def begun(wait: bool) -> Handle:
+                return comm.all_gather(mine, rest, sizes, wait=wait) if needed else DONE
+
+            handle = begun(wait=False) if at_once or not early else None
+
+            def finish() -> Any:
+                (begun(wait=True) if handle is None else handle).wait()
+                return use(rest)
+
+            return gathered, finish
+        area = self._next().reshape(-1)
+        gathered, rest = area[:early].reshape(sum(counts), first.shape[1]), area[early:both].reshape(shape)
+        for mine, each, whole in (first, counts, gathered), (then, later, rest):
+            before = sum(each[: comm.rank])
+            whole[before : before + len(mine)] = mine
+            if whole.size or (whole is rest and not early):
+                comm.count("all_gather", whole.size - mine.size, mine.itemsize)
+        self._meeting.wait()
+        used = use(rest)  # the rows do not stay
+        return gathered, lambda: used
+
+    def broadcast(self, mine: Any, root: int) -> Any:
+        """Return the array of rank `root`, in the arrays that all ranks give, which are overwritten.  Collective."""
+        comm = self.comm
+        if self._memory is None or mine.size > self._memory[0].size or comm.size == 1:
+            comm.broadcast(mine, root)
+            return mine
+        given = self._next().reshape(-1)[: mine.size].reshape(mine.shape)
+        if comm.rank == root:
+            given[...] = mine
+        comm.count("broadcast", mine.size if comm.rank != root else 0, mine.itemsize)
+        self._meeting.wait()
+        if comm.rank != root:
+            mine[...] = given
+        return mine
+
+    def proposals(self, mine: Any, offer: Any) -> tuple[Any, Callable[[int], Any]]:
+        """Return the rows of all ranks, one each, and a function from a rank to the array that it offers.
+
+        In shared memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
+        Collective, and so is the function, which is to be called before the next collective.
+        """
+        comm, width, end = self.comm, mine.size, mine.size + offer.size
+        if self._memory is None or end > self._memory.shape[2] or comm.size == 1:
+            return self.all_gather(mine, [1] * comm.size), lambda root: self.broadcast(offer, root)
+        areas = self._next()
+        areas[comm.rank, :width], areas[comm.rank, width:end] = mine[0], offer
+        comm.count("all_gather", (comm.size - 1) * width, mine.itemsize)
+        self._meeting.wait()
+
+        def offered(root: int) -> Any:
+            comm.count("broadcast", offer.size if comm.rank != root else 0, offer.itemsize)
+            if comm.rank != root:
+                offer[...] = areas[root, width:end]
+            return offer
+
+        return areas[:, :width], offered
+
+    def all_reduce(self, term: Any) -> Any:
+        """Return the sum of the ranks' terms, which it may replace.  Collective."""
+        comm = self.comm
+        if self._memory is None or term.size > self._memory.shape[2]:
+            term = namespace(term).ascontiguousarray(term)
+            comm.all_reduce(term)
+            return term
+        terms = self._next()[:, : term.size].reshape(comm.size, *term.shape)
+        terms[comm.rank] = term
+        comm.count("all_reduce", comm.all_reduce_words(term.size), term.itemsize)
+        self._meeting.wait()
+        found: np.ndarray = terms[0] + terms[1]
+        for each in terms[2:]:
+            found += each
+        return found
+
+
+@contextmanager
+def shared_collectives(comm: Comm, most: int, dtype: Any) -> Iterator[SharedCollectives]:
+    """Provide collectives in shared memory for at most `most` elements a rank, within a `with` block.  Collective."""
+    if most < SMALL:
+        yield SharedCollectives(comm, None)
+        return
+    most = max(most, -(-tunables.SHARED_BYTES // (2 * comm.size * np.dtype(dtype).itemsize)))  # else there is none
+    numbers = Meeting.SPREAD * comm.size
+    size = 2 * -(-2 * comm.size * most * np.dtype(dtype).itemsize // 16)
+    with shared_array(comm, (size + numbers,), np.int64) as memory:
+        if memory is None:
+            yield SharedCollectives(comm, None)
+            return
+        room = memory[:size].view(dtype)[: 2 * comm.size * most].reshape(2, comm.size, most)
+        yield SharedCollectives(comm, room, memory[size:])
+
+
 def terms(comm: Comm, size: int, dtype: Any) -> Any:
     """Return an array of so many elements that `comm.all_reduce` sums in place: the others see it too.
 
@@ -260,7 +409,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     return whole.reshape(comm.size, size)[comm.rank]
 
 
-def lasting(comm: Comm, size: int, dtype: Any) -> Any:
+def lasting_array(comm: Comm, size: int, dtype: Any) -> Any:
     """Return an array of so many elements that every rank of `comm` sees; None on all where it cannot be had.
 
     Collective: all ranks ask for the same.  Its elements are arbitrary.  It is its ranks' as long as one of them has it
@@ -298,12 +447,12 @@ def _possible(comm: Comm) -> bool:
     return not (alone or comm.checked or os.environ.get("PARLINALG_SHARED") == "0")
 
 
-def _held(comm: Comm) -> Common | None:
+def _held(comm: Comm) -> SharedMemory | None:
     """Return the communicator's shared memory."""
     if not _possible(comm):
         return None
     if comm.shared is None:
-        comm.shared = Common()
+        comm.shared = SharedMemory()
     return comm.shared
 
 

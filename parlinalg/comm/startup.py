@@ -197,8 +197,8 @@ def _parent(pid: int) -> int:
 
 
 def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
+    found = _number_in(os.environ, name)
+    return default if found is None else found
 
 
 #: Set by mpiexec of Open MPI, and of MPICH and its kin (Hydra); also where Slurm starts their daemons.
@@ -290,7 +290,7 @@ def place_on_node(comm: Comm) -> tuple[int, int]:
 
 def launcher_number(names: tuple[str, ...]) -> int | None:
     """Return the number that the launcher gave under the first of these names; None if it gave none."""
-    return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), None)
+    return next((found for name in names if (found := _number_in(os.environ, name)) is not None), None)
 
 
 def ranks_map(comm: Comm) -> list[dict[str, Any]]:

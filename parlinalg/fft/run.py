@@ -11,7 +11,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.backend import namespace
-from parlinalg.exchange import Rect, exchange, meet, piece_size, volume
+from parlinalg.exchange import Rect, exchange_blocks, piece_size
 from parlinalg.fft.plan import Exchange, FourStep, Line, Local, Plan, Span
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, coordinates
@@ -76,11 +76,7 @@ def _fetch(
     axes = tuple(a for a in grid.axes if a in over)
     peers = [{**grid.coords, **at} for at in coordinates(axes, grid.sizes)]
     haves, wants = [have(at) for at in peers], [want(at) for at in peers]
-    mine, goal = have(grid.coords), want(grid.coords)
-    sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
-    largest = max(map(volume, (*haves, *wants)))
-    comm = grid.comm(axes)
-    return Move(exchange(block, mine, goal, sends, receives, block.dtype, comm, grid.backend, largest)).wait()
+    return Move(exchange_blocks(block, haves, wants, grid.comm(axes), grid.backend)).wait()
 
 
 def floating(dtype: Any) -> np.dtype[Any]:

@@ -13,10 +13,11 @@ import numpy as np
 
 from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
+from parlinalg.comm.shared import SharedCollectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
 from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, reflector, share, to_tiles
-from parlinalg.linalg.tiles import Board, Deal, Tiles, indexer
+from parlinalg.linalg.tiles import Deal, Tiles, indexer
 
 TALL = 1.5
 """Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
@@ -65,10 +66,10 @@ class Bidiagonal(Reduction):
     def _wide(self, k: int) -> int:
         return sum(self.shape) - 2 * k + 2
 
-    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
+    def _panel(self, group: SharedCollectives, k: int, b: int) -> np.ndarray | None:
         """Reduce b columns and rows from k on, apply A := A - V Yᴴ - X Uᴴ to what is behind; return [V, U, tau, pi]."""
         (m, n), a, deal = self.shape, self._a, self._deal
-        gi, gj = deal.coords[lent.comm.rank]
+        gi, gj = deal.coords[group.comm.rank]
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
         if self.keep and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
@@ -89,18 +90,18 @@ class Bidiagonal(Reduction):
                 column[here] = a[low:, right(j)]
                 if q:
                     column[here] -= (y[:q, q].conj() @ v[:q] + u[:q, q].conj() @ x[:q])[here]
-            column = lent.total(column)
+            column = group.all_reduce(column)
             v[q, q:], tau[q], self.d[j] = reflector(column[q:])
             if j == n - 1:
                 break
             # y := tau (A - V Yᴴ - X Uᴴ)ᴴ v
-            found, mine = xp.zeros(n - k, a.dtype), share(q + 1, n - k, lent.comm)  # each corrects its share
+            found, mine = xp.zeros(n - k, a.dtype), share(q + 1, n - k, group.comm)  # each corrects its share
             top, after, inner = down(j), right(j + 1), v[q].conj()
             later = indexer(columns[after:] - k)
             found[later] = (inner[indexer(rows[top:] - k)] @ a[top:, after:]).conj()
             if q:
                 found[mine] -= (v[:q] @ inner).conj() @ y[:q, mine] + (x[:q] @ inner).conj() @ u[:q, mine]
-            found = lent.total(found)
+            found = group.all_reduce(found)
             found[: q + 1] = 0
             y[q] = tau[q] * found
             # row j, as a column of its conjugates
@@ -108,14 +109,14 @@ class Bidiagonal(Reduction):
             if gi == i:
                 line[there] = a[down(j), left:].conj()
                 line[there] -= (v[: q + 1, q].conj() @ y[: q + 1] + x[:q, q].conj() @ u[:q])[there]
-            line = lent.total(line)
+            line = group.all_reduce(line)
             u[q, q + 1 :], pi[q], self.e[j] = reflector(line[q + 1 :])
             # x := pi (A - V Yᴴ - X Uᴴ) u
-            found, mine = xp.zeros(m - k, a.dtype), share(q + 1, m - k, lent.comm)
+            found, mine = xp.zeros(m - k, a.dtype), share(q + 1, m - k, group.comm)
             top, inner = down(j + 1), u[q].conj()
             found[indexer(rows[top:] - k)] = a[top:, after:] @ u[q, later]
             found[mine] -= (y[: q + 1] @ inner).conj() @ v[: q + 1, mine] + (u[:q] @ inner).conj() @ x[:q, mine]
-            found = lent.total(found)
+            found = group.all_reduce(found)
             found[: q + 1] = 0
             x[q] = pi[q] * found
         below, later = indexer(rows[down(k + b) :] - k), indexer(columns[right(k + b) :] - k)

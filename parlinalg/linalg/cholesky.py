@@ -10,7 +10,7 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Handle
-from parlinalg.comm.shared import ORDERED, Steps, common
+from parlinalg.comm.shared import ORDERED, Steps, shared_array
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles, resting
@@ -108,7 +108,7 @@ class Cholesky(Panels):
             at = [at[x:] - ahead for at, x in zip(later, cuts, strict=True)]
             return placed(rows, at, len(self.columns) - c - ahead)
 
-        rows, then = self.board.gather_in_turn(mine[:cut], cuts, mine[cut:], others, rest, self.at_once)
+        rows, then = self.collectives.all_gather_in_turn(mine[:cut], cuts, mine[cut:], others, rest, self.at_once)
         self._rest = lambda: (then(), ahead)
         right = placed(rows, [at[:x] for at, x in zip(later, cuts, strict=True)], ahead)
         return panel[r - self.row(k) :], right, r, c
@@ -148,7 +148,7 @@ LINE, ALIASED = 64, 1024
 would push each other out of it."""
 
 
-class Shared:
+class SharedCholesky:
     """The same factorization where all ranks are on one node: in one array, which they share and none sends.
 
     Each rank copies its block of the lower triangle there.  Panels are dealt in turn, as on tiles; a rank finds each of
@@ -186,7 +186,7 @@ class Shared:
         comm, n, dtype, steps = self.tiles.across, self.n, self.a.dtype, len(self.edges) + 2
         if not ORDERED:
             return False
-        with common(comm, (n, _row(n, dtype.itemsize)), dtype) as memory:
+        with shared_array(comm, (n, _row(n, dtype.itemsize)), dtype) as memory:
             if memory is None:
                 return False
             self._s, self._steps = memory, Steps(comm, steps)

@@ -22,7 +22,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.comm.ledger import Key
-from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span_of
+from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
 from parlinalg.linalg import tile_sizes
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
@@ -31,8 +31,9 @@ from parlinalg.linalg.lu import shares
 from parlinalg.linalg.pivoted import LONG
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.qr import QR
-from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting, turned
-from parlinalg.linalg.triangular import FEW, pieces_at_rest
+from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting, transposed
+from parlinalg.linalg.triangular import FEW
+from parlinalg.linalg.triangular import resting as triangle_at_rest
 from parlinalg.matmul.assign import assign
 from parlinalg.moves import moves
 
@@ -98,7 +99,7 @@ class Costs:
         longer = tuple(a for a in axes if sizes[a] > 1)
         return tuple(sizes) if longer == tuple(a for a, n in sizes.items() if n > 1) else longer
 
-    def turned(self, deal: Deal) -> Costs:
+    def with_deal(self, deal: Deal) -> Costs:
         """Return costs of another deal on the same grid, which add to the same parts."""
         found = Costs(deal, self.itemsize, self.world.size)
         found._parts = self._parts
@@ -235,7 +236,7 @@ class Costs:
     ) -> None:  # fmt: skip
         """Add the trip of a matrix, or of its adjoint, from work to a layout."""
         have = self.deal.places(rows, columns)
-        self.trip(HOME, turned(have) if adjoint else have, resting(layout, shape, self.deal.sizes)[0], lower)
+        self.trip(HOME, transposed(have) if adjoint else have, resting(layout, shape, self.deal.sizes)[0], lower)
 
     def agree(self, count: int) -> None:
         """Add the agreement of all ranks on so many numbers."""
@@ -267,7 +268,7 @@ def cho_factor(costs: Costs, layout: Layout, n: int) -> Costs:
     """Add what `cho_factor` receives of a matrix [n, n] that lies in a layout."""
     _cholesky(costs, layout, n)
     if (deal := costs.deal).D > 1:
-        flat = Deal(deal.sizes, deal.size, deal.shape)
+        flat = deal.flat()
         rows, columns = deal.rows(n), deal.columns(n)
         want = flat.places(flat.rows(n), flat.columns(n))
         costs.trip(TO_ONE_LAYER, deal.places(rows, columns), want, lower=deal.size)
@@ -359,7 +360,7 @@ def lu_factor(
 def _to_one_layer(costs: Costs, shape: tuple[int, int], columns: Sequence[Numbers], places: Sequence[Numbers]) -> None:
     """Add the trips of L, and of U with the right-hand sides, to tiles of one layer."""
     deal, m, k = costs.deal, shape[0], min(shape)
-    flat = Deal(deal.sizes, deal.size, deal.shape)
+    flat = deal.flat()
 
     def inner(every: Sequence[Numbers]) -> list[Numbers]:
         return [x[x < k] for x in every]
@@ -368,7 +369,7 @@ def _to_one_layer(costs: Costs, shape: tuple[int, int], columns: Sequence[Number
     costs.all_gather("order of the rows", costs.down, m, after(places, 0)[costs.i])
     have, want = deal.places(places, inner(columns)), flat.places(rows, inner(wide))
     costs.trip(TO_ONE_LAYER, have, want, lower=deal.size)
-    have, want = deal.row_places(inner(places), columns), [(y, x) for x, y in flat.places(inner(rows), wide)]
+    have, want = deal.row_places(inner(places), columns), transposed(flat.places(inner(rows), wide))
     costs.trip(TO_ONE_LAYER, have, want, lower=deal.size)
 
 
@@ -407,7 +408,7 @@ def lu(
     places = positions(deal, m, n) if places is None else places
     lu_factor(costs, layout, shape, winners=winners_of(places, deal, k), places=places)
     if deal.D > 1:
-        costs = costs.turned(deal := Deal(deal.sizes, deal.size, deal.shape))
+        costs = costs.with_deal(deal := deal.flat())
         places = deal.rows(m)
     else:
         costs.all_gather("order of the rows", costs.down, m, after(places, 0)[costs.i])
@@ -435,7 +436,7 @@ def solve(
         places=places,
     )  # fmt: skip
     if deal.D > 1:
-        costs = costs.turned(deal := Deal(deal.sizes, deal.size, deal.shape))
+        costs = costs.with_deal(deal := deal.flat())
         places = deal.rows(n)
     more = [x[x >= n] - n for x in deal.columns(n + sides)]
     substitute(costs, places, n, after(more, 0), lower=False)
@@ -505,11 +506,11 @@ def solve_triangular(
     deal, sizes = costs.deal, costs.deal.sizes
     if len(costs.i) == 1 or sides <= FEW:
         cuts = layout.dims[::-1] if adjoint else layout.dims
-        rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, sizes))[:-1]) for cut in cuts)
+        rows, columns, pieces, *_ = triangle_at_rest(cuts, tuple(sizes.items()), n, lower=True)
         there, back = Layout(cuts[0], None), Layout(cuts[1], None)
         costs.redistribute("right-hand sides to where the matrix rests", sides_layout, there, (n, sides))
         down, across = (costs.along(cut) for cut in cuts)
-        solved(costs, down, across, (rows, columns), sides, pieces_at_rest(rows, columns, n))
+        solved(costs, down, across, (rows, columns), sides, pieces)
         costs.redistribute("solutions", back, sides_layout, (n, sides))
     else:
         rows, columns = deal.rows(n), deal.columns(sides)
@@ -651,7 +652,7 @@ def pivoted(
     (m, n), k = shape, min(shape)
     if mode != "complete" and by_triangle(shape):
         return _pivoted_triangle(costs, layout, shape, order, mode, trees, sound, workers)
-    costs = costs.turned(deal := Deal(costs.deal.sizes, PIVOTED, "wide", workers=workers))
+    costs = costs.with_deal(deal := Deal(costs.deal.sizes, PIVOTED, "wide", workers=workers))
     rows, columns = deal.rows(m), deal.columns(n)
     order = np.arange(n) if order is None else order
     costs.bring(layout, shape, rows, columns)
@@ -702,12 +703,19 @@ def _pivoted_triangle(
 
 def _times_square(costs: Costs, name: str, layout: Layout, shape: tuple[int, int]) -> None:
     """Add the product of a matrix [m, n] with one [n, n], all in one layout."""
-    n = shape[1]
-    plan = assign(layout, layout, shape, (n, n), costs.deal.sizes)
-    costs.redistribute(name, plan.x, plan.x_work, shape)
-    costs.redistribute(name, plan.w, plan.w_work, (n, n))
-    costs.redistribute(name, plan.y_work, plan.y, shape)
-    costs.redistribute(name, plan.y, layout, shape)
+    m, n = shape
+    costs.redistribute(name, _product(costs, name, layout, layout, (m, n, n)), layout, shape)
+
+
+def _product(
+    costs: Costs, name: str, x: Layout, w: Layout, sizes: tuple[int, int, int], out: Layout | None = None
+) -> Layout:  # fmt: skip
+    """Add the product of matrices [m, k] and [k, n]; return the layout of the result, `out` if it is given."""
+    m, k, n = sizes
+    plan = assign(x, w, (m, k), (k, n), costs.deal.sizes, out)
+    for src, dst, shape in (plan.x, plan.x_work, (m, k)), (plan.w, plan.w_work, (k, n)), (plan.y_work, plan.y, (m, n)):
+        costs.redistribute(name, src, dst, shape)
+    return plan.y
 
 
 def orthogonal(costs: Costs, layout: Layout, shape: tuple[int, int], columns: int) -> Costs:
@@ -741,17 +749,15 @@ def lstsq(
     wide, k, own = m < n, min(shape), Layout(*sides_layout.dims)
     tried = by_gram(shape, len(costs.i))
     if tried:
-        rest = _by_rows(costs)
-        costs.redistribute("trip to rows", layout, rest, shape)
-        costs.redistribute("trip to rows", own, rest, (m, sides))
-        costs.all_reduce("Gram matrices", costs.everyone, n * n, times=2)
+        _by_gram(costs, layout, shape)
+        costs.redistribute("trip to rows", own, _by_rows(costs), (m, sides))
         costs.all_reduce("products with right-hand sides", costs.everyone, n * sides)
     if tried and sound:
         costs.broadcast("solution to all ranks", costs.everyone, n * sides, 0)
         if alone:
             costs.broadcast("singular values", costs.everyone, n, 0)
         else:
-            bidiagonal(costs.turned(values), layout, (n, n), keep=False)
+            bidiagonal(costs.with_deal(values), layout, (n, n), keep=False)
             _rank(costs, layout)
     else:
         turned, (high, low) = (Layout(*layout.dims[::-1]), (n, m)) if wide else (layout, shape)
@@ -779,11 +785,7 @@ def lstsq(
             turn(costs, panels(k, deal.size), after(more, 0))
             costs.home(own, (n, sides), rows, more)
     if m > n:
-        plan = assign(layout, own, shape, (n, sides), deal.sizes, own)
-        for src, dst, size in (
-            (plan.x, plan.x_work, shape), (plan.w, plan.w_work, (n, sides)), (plan.y_work, plan.y, (m, sides)),
-        ):  # fmt: skip
-            costs.redistribute("residuals", src, dst, size)
+        _product(costs, "residuals", layout, own, (m, n, sides), own)
         costs.sum_of("residuals", own.dims[0], own.dims[1], sides)
     return costs
 
@@ -814,7 +816,7 @@ def tridiagonal(
     place, ranks = costs.everyone.place, deal.R * deal.C
     have, _ = resting(layout, (n, n), costs.deal.sizes)
     for same, want in parts(deal, n, len(place)):  # of blocks on both sides of the diagonal what is above it, too
-        for each in (want,) if same else (want, turned(want)):
+        for each in (want,) if same else (want, transposed(want)):
             costs.trip(TO_WORK, have, each, lower=deal.size)
     costs.agree(2)
     group, who, some = Group(costs.everyone.axes, ranks, place), place < ranks, ranks < len(place)
@@ -984,7 +986,7 @@ def svd(
     gram = gram and bool(sound)
     if gram and not alone:
         costs.redistribute(HOME, _by_rows(costs), layout, shape)
-    before, tops = costs.turned(first), [x[x < n] for x in first.rows(m)]
+    before, tops = costs.with_deal(first), [x[x < n] for x in first.rows(m)]
     if tall and not gram:
         qr_factor(before, layout, shape, trees=trees)
         if alone:

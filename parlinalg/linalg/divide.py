@@ -21,8 +21,9 @@ import numpy as np
 from parlinalg.backend import backend_of, blas, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
+from parlinalg.comm.shared import SharedCollectives, shared_collectives
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import Board, board, indexer
+from parlinalg.linalg.tiles import indexer
 
 LEAF = 64
 """Rows of a part that LAPACK solves."""
@@ -65,16 +66,18 @@ def tridiagonal_vectors(
             cut(low, middle)
             cut(middle, high)
 
-    def part(lent: Board, low: int, high: int, choose: Callable[[np.ndarray], slice] | None = None) -> Part:
+    def part(
+        group: SharedCollectives, low: int, high: int, choose: Callable[[np.ndarray], slice] | None = None
+    ) -> Part:
         if high - low <= leaf:
             mine = rows[(rows >= low) & (rows < high)] - low
             return _leaf(d[low:high], e[low : high - 1], mine, choose)
         middle = (low + high) // 2
-        return _merged(lent, part(lent, low, middle), part(lent, middle, high), e[middle - 1], choose)
+        return _merged(group, part(group, low, middle), part(group, middle, high), e[middle - 1], choose)
 
     cut(0, n)
-    with board(comm, 2 * n, d.dtype) as lent:
-        values, found = part(lent, 0, n, lambda values: choose(values * scale))
+    with shared_collectives(comm, 2 * n, d.dtype) as group:
+        values, found = part(group, 0, n, lambda values: choose(values * scale))
     return values * scale, found[1:-1]
 
 
@@ -96,14 +99,14 @@ def _leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, choose: Callable[[np.n
 
 
 def _merged(
-    lent: Board, one: Part, two: Part, beta: Any, choose: Callable[[np.ndarray], slice] | None
+    group: SharedCollectives, one: Part, two: Part, beta: Any, choose: Callable[[np.ndarray], slice] | None
 ) -> Part:  # fmt: skip
     """Return the part that two parts make with the element `beta` between them."""
     (d1, w1), (d2, w2) = one, two
     m1, m, dtype = len(d1), len(d1) + len(d2), d1.dtype
     # Decisions below must be the same on all ranks, whatever their processors round.
     positive = not has_values(beta) or beta >= 0
-    message = lent.broadcast(np.concatenate([d1, d2, w1[-1], w2[0] if positive else -w2[0]]), 0)
+    message = group.broadcast(np.concatenate([d1, d2, w1[-1], w2[0] if positive else -w2[0]]), 0)
     d, z = message[:m], message[m:] / dtype.type(math.sqrt(2))
     rho = 2 * abs(beta)
     first = len(w1) - 1
@@ -118,10 +121,10 @@ def _merged(
     limit = 8 * np.finfo(dtype).eps / 2 * _largest(d, z)
     kept, rest = _deflated(d, z, rho, limit, [w], [upper, lower])
     dk, zk = d[kept], z[kept]
-    roots, near, gap = _roots(lent, dk, zk, rho)
+    roots, near, gap = _roots(group, dk, zk, rho)
     if not kernels.finite(roots):
         return np.full(m, np.nan, dtype), w
-    vector = _vectors(lent, dk, zk, near, gap)
+    vector = _vectors(group, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
     order = _rising(values)
     values = values[order]
@@ -223,28 +226,28 @@ def _deflated(
     return np.array(kept, np.intp), np.array(rest, np.intp)
 
 
-def _shared(lent: Board, mine: np.ndarray, k: int) -> np.ndarray:
+def _shared(group: SharedCollectives, mine: np.ndarray, k: int) -> np.ndarray:
     """Return rows 0 to k - 1, of which rank p has those of numbers p, p + size, ….  Collective."""
-    comm = lent.comm
+    comm = group.comm
     if comm.size == 1:
         return mine
     every = [np.arange(p, k, comm.size) for p in range(comm.size)]
     out: np.ndarray = namespace(mine).empty((k, mine.shape[1]), mine.dtype)
-    out[np.concatenate(every)] = lent.gather(mine, [len(each) for each in every])
+    out[np.concatenate(every)] = group.all_gather(mine, [len(each) for each in every])
     return out
 
 
 def _roots(
-    lent: Board, d: np.ndarray, z: np.ndarray, rho: Any, squares: bool = False
+    group: SharedCollectives, d: np.ndarray, z: np.ndarray, rho: Any, squares: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the roots of the secular equation, the nearest d of each, and how far above it the root lies.
 
     With `squares` it is that of the squares of d, and the roots are those of its roots.
     """
     k = len(d)
-    mine = np.arange(lent.comm.rank, k, lent.comm.size)
+    mine = np.arange(group.comm.rank, k, group.comm.size)
     if not has_values(d):
-        found = _shared(lent, shape_solver.secular_roots(d, len(mine)), k)
+        found = _shared(group, shape_solver.secular_roots(d, len(mine)), k)
         return found[:, 0], found[:, 1], found[:, 2]
     found = np.empty((len(mine), 3), d.dtype)
     delta, root, number = np.empty(k, d.dtype), np.empty(1, d.dtype), np.zeros(1, blas.scipy_integer())
@@ -258,25 +261,25 @@ def _roots(
         row[:] = np.nan if failed else root[0], at, -delta[at]
         if k == 2 and not squares:  # here `laed4` gives the vector itself; only its direction is needed
             row[1:] = delta
-    found = _shared(lent, found, k)
+    found = _shared(group, found, k)
     return found[:, 0].copy(), found[:, 1], found[:, 2]
 
 
-def _vectors(lent: Board, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> Vectors:
+def _vectors(group: SharedCollectives, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> Vectors:
     """Return the function from numbers of roots to the vectors of the merge."""
     k = len(d)
     if k < 3:
         whole = np.stack([near, gap]) if k == 2 else namespace(d).ones((k, k), d.dtype)
         return lambda i, order: whole[order][:, i]
     origin = d[near.astype(np.intp)]
-    mine = np.arange(lent.comm.rank, k, lent.comm.size)
+    mine = np.arange(group.comm.rank, k, group.comm.size)
     found, step = namespace(d).empty((len(mine), 1), d.dtype), max(1, SOME // k)
     for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
         j = mine[start : start + step]
         below = d[j][:, None] - d[None, :]
         below[np.arange(len(j)), j] = 1
         found[start : start + step, 0] = (((d[j][:, None] - origin) - gap) / below).prod(axis=1)
-    exact = np.copysign(np.sqrt(np.abs(_shared(lent, found, k)[:, 0])), z)
+    exact = np.copysign(np.sqrt(np.abs(_shared(group, found, k)[:, 0])), z)
 
     def columns(i: np.ndarray, order: np.ndarray) -> np.ndarray:
         u = _above(d[order], origin[i], gap[i])
@@ -308,16 +311,16 @@ def bidiagonal_vectors(
     scale = _largest(d, e) or d.dtype.type(1)
     d, e = d / scale, e / scale
 
-    def part(lent: Board, low: int, high: int, more: int) -> Pair:
+    def part(group: SharedCollectives, low: int, high: int, more: int) -> Pair:
         if high - low <= LEAF:
             mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
             return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
         at = (low + high) // 2
         own = int(np.isin(at, rows))
-        return _joined(lent, part(lent, low, at, 1), part(lent, at + 1, high, more), d[at], e[at], own, more)
+        return _joined(group, part(group, low, at, 1), part(group, at + 1, high, more), d[at], e[at], own, more)
 
-    with board(comm, 2 * n, d.dtype) as lent:
-        values, left, right = part(lent, 0, n, 0)
+    with shared_collectives(comm, 2 * n, d.dtype) as group:
+        values, left, right = part(group, 0, n, 0)
     return values[::-1] * scale, left[:, ::-1], right[1:-1, ::-1]
 
 
@@ -339,12 +342,12 @@ def _bidiagonal_leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, others: np.
     return values, u[rows][:, order], v[np.concatenate([[0], others, [n + more - 1]]).astype(int)]
 
 
-def _joined(lent: Board, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, more: int) -> Pair:
+def _joined(group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, more: int) -> Pair:
     """Return the part that two parts make with the row [alpha, beta] between them, which `own` says is this rank's."""
     (d1, u1, v1), (d2, u2, v2) = one, two
     n1, n, dtype = len(d1), len(d1) + len(d2) + 1, d1.dtype
     # Decisions below must be the same on all ranks, whatever their processors round.
-    message = lent.broadcast(np.concatenate([d1, d2, v1[-1], v2[0]]), 0)
+    message = group.broadcast(np.concatenate([d1, d2, v1[-1], v2[0]]), 0)
     xp = namespace(message)
     d = np.concatenate([xp.zeros(1, dtype), message[: n - 1]])
     begin, last = message[n + n1 :] * beta, message[n - 1 : n + n1] * alpha
@@ -381,10 +384,10 @@ def _joined(lent: Board, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, 
         vectors: list[Vectors] = [lambda i, _: np.sign(zk)[:, None][:, i], lambda i, _: np.ones((1, len(i)), dtype)]
     else:
         length = np.linalg.norm(zk)
-        roots, near, gap = _roots(lent, dk, zk / length, length * length, squares=True)
+        roots, near, gap = _roots(group, dk, zk / length, length * length, squares=True)
         if not kernels.finite(roots):
             return np.full(n, np.nan, dtype), left, right
-        vectors = _singular_vectors(lent, dk, zk, near, gap)
+        vectors = _singular_vectors(group, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
     order = _rising(values)
     ends = np.zeros(n, bool)
@@ -396,10 +399,12 @@ def _joined(lent: Board, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, 
     return values[order] * largest, left, right
 
 
-def _singular_vectors(lent: Board, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> list[Vectors]:
+def _singular_vectors(
+    group: SharedCollectives, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray
+) -> list[Vectors]:
     """Return the functions from numbers of roots to the left and to the right vectors of the merge."""
     k, origin = len(d), d[near.astype(np.intp)]
-    mine = np.arange(lent.comm.rank, k, lent.comm.size)
+    mine = np.arange(group.comm.rank, k, group.comm.size)
     found, step = namespace(d).empty((len(mine), 1), d.dtype), max(1, SOME // k)
     for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
         j = mine[start : start + step]
@@ -413,7 +418,7 @@ def _singular_vectors(lent: Board, d: np.ndarray, z: np.ndarray, near: np.ndarra
         below[own, j] = 1
         ratio /= below
         found[start : start + step, 0] = ratio.prod(axis=1)
-    exact = np.copysign(np.sqrt(np.abs(_shared(lent, found, k)[:, 0])), z)
+    exact = np.copysign(np.sqrt(np.abs(_shared(group, found, k)[:, 0])), z)
 
     def right(i: np.ndarray, order: np.ndarray) -> np.ndarray:
         v, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])

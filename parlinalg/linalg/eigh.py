@@ -19,11 +19,11 @@ from parlinalg.array.core import DistArray
 from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import lasting, meet
+from parlinalg.comm.shared import SharedCollectives, lasting_array, meet, shared_collectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Board, Deal, Places, Tiles, board, clear_above, indexer, move, turned
+from parlinalg.linalg.tiles import Deal, Places, Tiles, clear_above, indexer, move, transposed
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
@@ -58,10 +58,10 @@ class Reduction(ABC):
     def _room(self, size: int) -> Any:
         """Return shared memory for reflections of the ranks of a grid row; None where there is none.  Collective."""
         on_host = isinstance(self.d, np.ndarray) and self.tiles.grid.inside and self.keep
-        return lasting(self.tiles.across, size, self.dtype) if on_host else None
+        return lasting_array(self.tiles.across, size, self.dtype) if on_host else None
 
     @abstractmethod
-    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
+    def _panel(self, group: SharedCollectives, k: int, b: int) -> np.ndarray | None:
         """Reduce b columns from k on, update what is behind them; return the reflections to keep, [b, `_wide(k)`]."""
 
     @abstractmethod
@@ -80,9 +80,9 @@ class Reduction(ABC):
         held: list[np.ndarray] = []
         if everyone.rank < ranks:
             comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
-            with board(comm, most, self.dtype) as lent:
+            with shared_collectives(comm, most, self.dtype) as group:
                 for turn, (k, b) in enumerate(panels):
-                    found = self._panel(lent, k, b)
+                    found = self._panel(group, k, b)
                     if found is None:
                         continue
                     message = xp.ascontiguousarray(found)
@@ -100,11 +100,11 @@ class Reduction(ABC):
             return
         sizes = [b * self._wide(k) for k, b in panels]
         most = max((sum(sizes[start : start + ranks]) for start in range(0, len(panels), ranks)), default=0)
-        with board(everyone, -(-most // everyone.size), self.dtype) as lent:
+        with shared_collectives(everyone, -(-most // everyone.size), self.dtype) as group:
             for start in range(0, len(panels), ranks):
                 counts = sizes[start : start + ranks]
                 mine = held.pop(0) if held else xp.empty(0, self.dtype)
-                every, at = lent.gather(mine[:, None], counts + [0] * (everyone.size - len(counts))), 0
+                every, at = group.all_gather(mine[:, None], counts + [0] * (everyone.size - len(counts))), 0
                 del mine
                 if everyone.rank < ranks:
                     continue
@@ -145,7 +145,7 @@ class Tridiagonal(Reduction):
     def _wide(self, k: int) -> int:
         return self.n - k + 1
 
-    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
+    def _panel(self, group: SharedCollectives, k: int, b: int) -> np.ndarray | None:
         """Reduce b columns from k on, apply A := A - V Wᴴ - W Vᴴ to what is right of them; return [V, tau].
 
         Vectors have the elements from number k on in the order of `half`.  Of sums each rank makes its share, and all
@@ -153,10 +153,10 @@ class Tridiagonal(Reduction):
         """
         half, dtype, m, xp = cast("Half", self._half), self.dtype, self.n - k, self.xp
         at = half.begin(k, less=self.keep)
-        columns = lent.total(half.columns(k, b))
+        columns = group.all_reduce(half.columns(k, b))
         both, tau = xp.zeros((2 * b, m), dtype), xp.zeros(b, dtype)  # v and w of each column, one in a row
-        mine, term = share(0, m, lent.comm), xp.empty(m + 2 * b + 1, dtype)
-        counts = [(m * (p + 1) // lent.comm.size) - m * p // lent.comm.size for p in range(lent.comm.size)]
+        mine, term = share(0, m, group.comm), xp.empty(m + 2 * b + 1, dtype)
+        counts = [(m * (p + 1) // group.comm.size) - m * p // group.comm.size for p in range(group.comm.size)]
         x, fast, scalars = columns[0], compiled.ready(both, term, tau), xp.empty(2, dtype)
         for q in range(b):
             j, old = k + q, 2 * q
@@ -175,10 +175,10 @@ class Tridiagonal(Reduction):
             else:
                 term[m : size - 1] = (both[:old, mine] @ v[mine].conj()).conj()
                 term[size - 1] = np.vdot(v, y)
-            found = lent.total(term[:size])
+            found = group.all_reduce(term[:size])
             pair = xp.empty((mine.stop - mine.start, 1 + (q + 1 < b)), dtype)
             _columns(pair, found, both[: old + 1], columns[q + 1 : q + 2], mine.start, after, tau[q])
-            whole = lent.gather(pair, counts)
+            whole = group.all_gather(pair, counts)
             if fast:
                 _parted_loop(whole, both[old + 1], x, done)
                 continue
@@ -397,7 +397,7 @@ def blocks(tiles: Tiles, deal: Deal, x: DistArray) -> list[_Rectangle | _Triangl
     for same, places in parts(deal, x.shape[0], grid.size):
         lower = tiles.bring_to(x, places, lower=True, host=True)
         if not same:
-            upper = tiles.bring_to(x, turned(places), lower=True, host=True)
+            upper = tiles.bring_to(x, transposed(places), lower=True, host=True)
         if grid.inside and lower.size:
             rows, columns = places[grid.rank]
             found.append(_Triangle(lower, rows, tiles.size) if same else _Rectangle(lower, upper, rows, columns))
@@ -576,12 +576,12 @@ class Kept:
             return
         if self._room is not None:
             meet(self._tiles.across)  # all have written their turns
-        with board(tiles.down, self._closed[0][1].shape[1] * z.shape[1], z.dtype) as lent:
+        with shared_collectives(tiles.down, self._closed[0][1].shape[1] * z.shape[1], z.dtype) as group:
             while self._closed:
                 k, v, upper = self._closed.pop()
                 t = namespace(v).zeros((v.shape[1], v.shape[1]), v.dtype)
                 t[np.triu_indices(len(t))] = upper
-                reflect(tiles, v, t, z[first(self._rows, k) :], lent)
+                reflect(tiles, v, t, z[first(self._rows, k) :], group)
 
 
 def share(start: int, stop: int, comm: Comm) -> slice:

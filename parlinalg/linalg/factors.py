@@ -16,10 +16,11 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import padded
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
+from parlinalg.comm.shared import SharedCollectives
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.cholesky import Cholesky, Shared
+from parlinalg.linalg.cholesky import Cholesky, SharedCholesky
 from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
     INDEFINITE,
@@ -37,7 +38,7 @@ from parlinalg.linalg.matrices import (
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
 from parlinalg.linalg.tile_sizes import TALL
-from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
+from parlinalg.linalg.tiles import SIZE, Numbers, Tiles, clear_above, move, transposed
 from parlinalg.matmul import matmul
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class CholeskyFactor(WithDeterminant, Factor):
         on_host = isinstance(a.block, np.ndarray)
         near = self.grid.inside and self.grid.size > tiles.R * tiles.D == 1  # all ranks see all panels
         if near and on_host and n:
-            shared = Shared(tiles, a, passing)
+            shared = SharedCholesky(tiles, a, passing)
             with np.errstate(all="ignore"):
                 done = shared.run()
             if done:
@@ -400,7 +401,7 @@ class LUFactor(WithDeterminant, Factor):
         columns = tiles.columns(wide)
         lower = upper = self._t
         if self.grid.inside:
-            order = Board(deep.down, None).gather(
+            order = SharedCollectives(deep.down, None).all_gather(
                 np.ascontiguousarray(self._order, np.int64)[:, None], [len(x) for x in before]
             )[:, 0]  # fmt: skip
             permutation = np.empty(m, np.int64)
@@ -412,9 +413,9 @@ class LUFactor(WithDeterminant, Factor):
             upper = self._t[np.searchsorted(before[deep.i], mine)]
             upper[:, : len(first[deep.j])][mine[:, None] // size == first[deep.j] // size] = 0  # they are with L
             upper = upper.T
-        t = move(lower, deep.places(before, first), tiles.places(after, columns), self.grid, lower=deep.size)
-        transposed = [(y, x) for x, y in tiles.places(after, columns)]
-        t += move(upper, deep.row_places(tops, every), transposed, self.grid, lower=deep.size).T
+        want = tiles.places(after, columns)
+        t = move(lower, deep.places(before, first), want, self.grid, lower=deep.size)
+        t += move(upper, deep.row_places(tops, every), transposed(want), self.grid, lower=deep.size).T
         self.tiles, self.positions, self._t = tiles, after, t
         self._columns, self._more = tiles.columns(n), [x[x >= n] - n for x in columns]
         if self.grid.inside:
@@ -427,7 +428,7 @@ class LUFactor(WithDeterminant, Factor):
             return self.positions
         counts = [len(x) for x in self.positions]
         mine = np.ascontiguousarray(self._order, np.int64)[:, None]
-        every = Board(self.tiles.down, None).gather(mine, counts)[:, 0]
+        every = SharedCollectives(self.tiles.down, None).all_gather(mine, counts)[:, 0]
         return np.split(every, np.cumsum(counts)[:-1])
 
     @property
@@ -573,26 +574,28 @@ class QRFactor(Factor):
 
     @cached_property
     def _r(self) -> Any:
-        """This rank's rows of R."""
+        """This rank's rows of R, and of the further columns."""
         return self._work.a[: len(self.tops[self.tiles.i]) if self.grid.inside else 0]
+
+    def _tiles_of_r(self) -> Any:
+        """Return this rank's tiles of R."""
+        return self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
 
     @property
     def R(self) -> DistArray:
         """The upper triangular factor [k, n] with k = min(m, n), in the layout of A."""
         n, k = self.shape[1], min(self.shape)
-        mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
-        return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
+        return self.tiles.home(self._tiles_of_r(), self.tops, self.columns, (k, n), self.layout)
 
     def whole_r(self) -> Any:
         """Return R [k, n] on every rank of the grid, and no elements on others.  Collective."""
         n, k, size = self.shape[1], min(self.shape), self.grid.size
-        mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
         have, want = self.tiles.places(self.tops, self.columns), [(np.arange(k), np.arange(n))] * size
-        return move(mine, have, want, self.grid)
+        return move(self._tiles_of_r(), have, want, self.grid)
 
     def given_up_r(self) -> Any:
         """Return this rank's tiles of R, and drop them from the factorization."""
-        r = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
+        r = self._tiles_of_r()
         r = r.copy() if 2 * len(r) <= len(self._work.a) else r
         self._work.a = self._work.a[:0].copy()
         self.__dict__.pop("_r", None)
@@ -641,7 +644,7 @@ class QRFactor(Factor):
             parts = (b.block.real, b.block.imag) if b.dtype.kind == "c" else (b.block,)
             side = max(max(float(each.max()), -float(each.min())) for each in parts)
         if self.grid.backend.values and self.grid.inside and self._r.size:
-            r, diagonal = self._r[:, : len(self.columns[self.tiles.j])], abs(self._diagonal()[1])
+            r, diagonal = self._tiles_of_r(), abs(self._diagonal()[1])
             least = float(diagonal.min()) if diagonal.size else least
             for start in range(0, len(r) if r.size else 0, self.tiles.size):  # little is held beside R
                 most = float(np.maximum(most, float(abs(r[start : start + self.tiles.size]).max())))  # or a NaN
@@ -710,7 +713,7 @@ class QRFactor(Factor):
         triangular.substitute(self.tiles, r, self.tops, x, n, columns, lower=False, adjoint=adjoint)
         return self.tiles.home(x, self.tops, columns, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
-    def turned(self, b: DistArray, last: bool = False) -> DistArray:
+    def times_q(self, b: DistArray, last: bool = False) -> DistArray:
         """Return Q b [m, k], for b of at most m rows, with the layout of b; the `last` use frees the reflections."""
         m, columns = self.shape[0], self.tiles.columns(b.shape[1])
         tops = [x[x < b.shape[0]] for x in self.rows]
@@ -955,7 +958,7 @@ def _pivoted(x: DistArray, mode: str) -> tuple[DistArray, ...]:
         work.drop_r()
         *q, r, p = _pivoted(triangle, mode)
         del triangle
-        return *(work.turned(each, last=True) for each in q), r, p
+        return *(work.times_q(each, last=True) for each in q), r, p
     factor = PivotedQRFactor(x)
     r, p = factor.R, factor.p
     if mode == "r":

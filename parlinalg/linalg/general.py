@@ -13,15 +13,15 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.hessenberg import (
     Hessenberg,
-    alone,
     exponents,
     isolated,
+    on_first_rank,
     schur,
     sent_home,
     triangular_vectors,
 )
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, scaled, tiles_for
-from parlinalg.linalg.tiles import move, turned
+from parlinalg.linalg.tiles import move, transposed
 from parlinalg.matmul import matmul
 
 
@@ -133,7 +133,7 @@ class Schur:
             )
         self._reduced = Hessenberg(tiles, a, n, vectors)
         places = tiles.places(rows, columns)
-        h = move(a.T, turned(places), alone(n, grid), grid).T  # in Fortran's order
+        h = move(a.T, transposed(places), on_first_rank(n, grid), grid).T  # in Fortran's order
         del a
         self.values: np.ndarray = xp.zeros(n, np.result_type(x.dtype, np.complex64))
         self.t: np.ndarray | None = None
@@ -148,7 +148,7 @@ class Schur:
         if grid.inside:
             grid.everyone.broadcast(self.values, 0)
             if vectors:
-                self._z = move(self._z, alone(n, grid), places, grid)
+                self._z = move(self._z, on_first_rank(n, grid), places, grid)
                 self._reduced.times(self._z)
                 self._z *= np.exp2(self._powers[rows[tiles.i]]).astype(real)[:, None]
 

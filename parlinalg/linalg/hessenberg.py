@@ -81,7 +81,7 @@ class Hessenberg:
 
 
 # ------------------------------------------------------------------------------------------------ one rank's work
-def alone(n: int, grid: Grid) -> Places:
+def on_first_rank(n: int, grid: Grid) -> Places:
     """Return the places of a matrix [n, n] that the first rank has."""
     every, none = np.arange(n), np.zeros(0, np.intp)
     return [(every, every) if p == 0 else (none, none) for p in range(grid.size)]
@@ -91,7 +91,7 @@ def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid
     """Return a matrix that the first rank has, in a layout.  Collective over the grid."""
     block = kernels.on_host(grid.backend).empty((0, 0), dtype) if whole is None else whole
     rest, _ = resting(layout, (n, n), grid.sizes)
-    block = move(block, alone(n, grid), rest, grid)
+    block = move(block, on_first_rank(n, grid), rest, grid)
     return DistArray(grid.backend.from_host(block), (n, n), layout, grid)
 
 

@@ -513,8 +513,8 @@ def regular_lu(a: Block, *, given: Block | None = None) -> tuple[Block, np.ndarr
 
 def _order(pivots: np.ndarray, m: int) -> np.ndarray:
     """Return the order of m rows after LAPACK's interchanges, counted from 0."""
-    column, told = np.arange(m, dtype=np.float64), (pivots + 1).astype(np.int64)
-    if blas.lapack("laswp", column.dtype, 1, column, m, 1, len(told), told, 1) is not None:  # which has no info
+    column, swaps = np.arange(m, dtype=np.float64), (pivots + 1).astype(np.int64)
+    if blas.lapack("laswp", column.dtype, 1, column, m, 1, len(swaps), swaps, 1) is not None:  # which has no info
         return column.astype(np.intp)
     order = list(range(m))
     for x, y in enumerate(pivots.tolist()):
@@ -690,5 +690,5 @@ def qr(a: Block) -> tuple[Block, Block]:
 
 
 def adjoint(a: Block) -> Block:
-    """Return the conjugate transpose; no copy of a real matrix."""
-    return a.T if a.dtype.kind != "c" else a.conj().T
+    """Return the conjugate transposes of matrices [..., m, n]; no copies of real ones."""
+    return a.swapaxes(-1, -2) if a.dtype.kind != "c" else a.conj().swapaxes(-1, -2)

@@ -103,11 +103,11 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
         raise ValueError(f"{name} of functions takes a DistArray {what} [n], which says n and how vectors lie")
     v, (n,) = vector.summed(), vector.shape
 
-    def checked(function: Apply, rows: int | None, told: str) -> Apply:
+    def checked(function: Apply, rows: int | None, label: str) -> Apply:
         def times(x: DistArray) -> DistArray:
             y = function(x)
             dtype = np.result_type(x.dtype, getattr(y, "dtype", x.dtype))
-            return product(y, (rows, x.shape[1]), v, None, dtype, f"{name}: {told}")
+            return product(y, (rows, x.shape[1]), v, None, dtype, f"{name}: {label}")
 
         return times
 
@@ -144,8 +144,8 @@ def _one_by_one(
     try:
         lead = np.broadcast_shapes(*map(lead_of, stacks))
     except ValueError:
-        told = " and ".join(str(a.shape) for a in stacks)
-        raise ValueError(f"the leading dims of the stacks do not fit to each other: {told}") from None
+        given = " and ".join(str(a.shape) for a in stacks)
+        raise ValueError(f"the leading dims of the stacks do not fit to each other: {given}") from None
     first = max(stacks, key=lambda a: a.ndim)
 
     def picked(a: Any, at: tuple[int, ...]) -> Any:

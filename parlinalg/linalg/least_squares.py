@@ -183,13 +183,13 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
                             x = x * kernels.beside(half, x)
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
-    told = grid.world.share((problem, int(rank)), others="alike")
-    refuse_odd(any(p == "odd" for p, _ in told), "lstsq")
-    if wrong := next((p for p, _ in told if p), ""):
+    reported = grid.world.share((problem, int(rank)), others="alike")
+    refuse_odd(any(p == "odd" for p, _ in reported), "lstsq")
+    if wrong := next((p for p, _ in reported if p), ""):
         raise LinAlgError(wrong)
     layout = Layout(None, None)
     values = DistArray(s, (min(m, n),), Layout(None), grid)
-    found = max(r for _, r in told) if grid.backend.values else assumed_rank(grid, min(m, n))
+    found = max(r for _, r in reported) if grid.backend.values else assumed_rank(grid, min(m, n))
     return DistArray(x, (n, b.shape[1]), layout, grid), found, values
 
 
@@ -219,7 +219,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
                 x = x * half
             return (x, rank, s / unit), (*parts[:-1], unit)[: len(parts)]
     if not k or _maybe_full(a.grid, least, most, limit):
-        x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
+        x = factor.times_q(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
         if not k:
             s = zeros((0,), dtype=a.real.dtype, grid=a.grid)
         else:
@@ -234,12 +234,12 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     kept = s > limit_of(r, s, limit, 0)
     values = s * kept
     if wide:  # A = V S Uᴴ Qᴴ
-        x = factor.turned(matmul(u, kernels.quotients(matmul(vh, b), values[:, None])))
+        x = factor.times_q(matmul(u, kernels.quotients(matmul(vh, b), values[:, None])))
     else:
         right = factor.carried(b, solve=False)
         x = matmul(vh.mT.conj(), kernels.quotients(matmul(u.mT.conj(), right), values[:, None]))
     if keep:
-        left = factor.turned(u)
+        left = factor.times_q(u)
         parts = ("svd", vh.mT.conj(), values, left.mT.conj(), 1.0) if wide else ("svd", left, values, vh, 1.0)
     return (x, counted(kept.sum(), k), s), parts
 
@@ -350,11 +350,11 @@ def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ..
     count = math.prod(lead)
     a, b = a.reshape(count, m, n), b.reshape(count, m, sides)
     (a, unit), (b, other) = kernels.in_range(a), kernels.in_range(b)
-    q, r = xp.linalg.qr(_adjoint(a) if wide else a)
+    q, r = xp.linalg.qr(kernels.adjoint(a) if wide else a)
     s = kernels.routines(r).svd(r, compute_uv=False)
     kept = s > limit * s[:, :1]
-    t = _adjoint(r) if wide else r  # x = Q T⁺ b, or T⁺ Qᴴ b
-    right = b if wide else _adjoint(q) @ b
+    t = kernels.adjoint(r) if wide else r  # x = Q T⁺ b, or T⁺ Qᴴ b
+    right = b if wide else kernels.adjoint(q) @ b
     y = xp.zeros((count, k, sides), a.dtype)
     regular = kept.all(axis=1) & (xp.diagonal(r, axis1=1, axis2=2) != 0).all(axis=1)
     some = _chosen(regular, True)
@@ -363,7 +363,8 @@ def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ..
     some = _chosen(regular, False)
     if len(some):
         u, values, vh = kernels.routines(t).svd(t[some], full_matrices=False)
-        y[some] = _adjoint(vh) @ kernels.quotients(_adjoint(u) @ right[some], (values * kept[some])[:, :, None])
+        right = kernels.quotients(kernels.adjoint(u) @ right[some], (values * kept[some])[:, :, None])
+        y[some] = kernels.adjoint(vh) @ right
     x, s = q @ y if wide else y, s / kernels.beside(unit, s)[:, None]
     for half in kernels.halves(unit, other):
         x = x * kernels.beside(half, x)[:, None, None]
@@ -377,11 +378,6 @@ def _chosen(regular: Any, wanted: bool) -> Any:
         return namespace(regular).flatnonzero(regular == wanted)
     full = backend_of(regular).assume("conditioned", "the rank of a matrix")
     return np.arange(len(regular) if full == wanted else 0)
-
-
-def _adjoint(a: Any) -> Any:
-    """Return the adjoints of matrices [..., m, n] that a rank has."""
-    return a.swapaxes(-1, -2).conj()
 
 
 def _orthogonal(parts: Pseudoinverse, s: DistArray) -> tuple[DistArray, ...]:

@@ -105,7 +105,7 @@ class LU(Panels):
             if tiles.R == 1:  # no rival: all is there
                 corner[...], winners = found[:b], np.arange(b)
             else:
-                proposed = self.board.gather(panel[mine], counts)
+                proposed = self.collectives.all_gather(panel[mine], counts)
                 factored, ranked = kernels.lu(proposed)
                 corner[...], winners = factored[:b], ranked[:b]
             first = np.cumsum([0, *counts])
@@ -137,7 +137,7 @@ class LU(Panels):
         owners, places = self._winners(b) if not has_values(won_by) else kernels.to_host(won_by)
         if tiles.D > 1:  # the other layers have the same rows, and swap them alike
             message = np.concatenate([np.ravel([owners, places]).view(self.a.dtype), np.diag(corner)])
-            self._given.append(tiles.deep.broadcast(message, tiles.layer, wait=False))
+            self._sends.append(tiles.deep.broadcast(message, tiles.layer, wait=False))
         done, own = len(self._won[tiles.i]), owners == tiles.i
         chosen = places[own] + done
         won, counts = len(chosen), np.bincount(owners, minlength=tiles.R).tolist()
@@ -160,7 +160,7 @@ class LU(Panels):
             right = solved(top, 0)
         else:
             ahead, order = self.ahead(k, b), np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-            rows, later = self.board.gather_in_turn(
+            rows, later = self.collectives.all_gather_in_turn(
                 top[:, :ahead], counts, top[:, ahead:], counts, lambda rows: rows[order], self.at_once
             )
             right = solved(rows[order], 0)

@@ -276,9 +276,9 @@ def batches(
         corner = [r.start for r in grid.block(cut, stacks)]
         wrong = _first_wrong(lambda *one: local(arrays[0].xp, *one), blocks, corner, error)
     blocks = list(results) if isinstance(results, tuple) else [results]
-    told = grid.world.share((odd, wrong), others="alike")
-    refuse_odd(any(each for each, _ in told), name)
-    raise_first((each for _, each in told), name)
+    reported = grid.world.share((odd, wrong), others="alike")
+    refuse_odd(any(each for each, _ in reported), name)
+    raise_first((each for _, each in reported), name)
     made = []
     for block in blocks:
         core = block.shape[lead:]

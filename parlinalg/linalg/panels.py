@@ -21,8 +21,8 @@ import numpy as np
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
-from parlinalg.comm.shared import Meeting, Passing, common, lasting
-from parlinalg.linalg.tiles import Board, Tiles, board
+from parlinalg.comm.shared import Meeting, Passing, SharedCollectives, lasting_array, shared_array, shared_collectives
+from parlinalg.linalg.tiles import Tiles
 
 
 class Sum(Handle):
@@ -64,7 +64,7 @@ class Panels(ABC):
         updated alike.
     rows, columns : array of int
         Their numbers.
-    board : Board
+    collectives : SharedCollectives
         Of the ranks of this grid column.
     strip : int
         Columns that are updated at once, at first `STRIP`; between strips messages in progress move on.
@@ -83,11 +83,11 @@ class Panels(ABC):
         self._lanes: Any = None  # shared memory for panels, of the ranks of a grid row
         self._starts: list[int] = []  # where the places of panels begin there
         self._passing: Any = None  # how they wait for each other
-        self.board = Board(tiles.down, None)
+        self.collectives = SharedCollectives(tiles.down, None)
         self._rest: Callable[[], tuple[Any, int]] | None = None
         """Waits for the rest of a step: right factors of the columns after the first so many, and this number."""
         self.at_once = tiles.D > 1  # else columns after the next panel wait until that is factored
-        self._given: list[Handle] = []  # what this layer has sent to others
+        self._sends: list[Handle] = []  # of this layer to others
 
     def row(self, k: int) -> int:
         """Return this rank's first row from number k on."""
@@ -137,11 +137,11 @@ class Panels(ABC):
             return
         with ExitStack() as stack:
             self._find_lanes(n, stack)
-            self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
+            self.collectives = stack.enter_context(shared_collectives(tiles.down, wide * size, self.a.dtype))
             try:
                 self._run(n, size)
             finally:
-                self._lanes, self._passing, self.board = None, None, Board(tiles.down, None)
+                self._lanes, self._passing, self.collectives = None, None, SharedCollectives(tiles.down, None)
 
     def _find_lanes(self, n: int, stack: ExitStack) -> None:
         """Find shared memory for all panels if they are kept, and if there is room, else for some at a time.
@@ -159,11 +159,11 @@ class Panels(ABC):
         lanes = None
         if self.keeps_panels:
             ends, room = ends_and_room(map(self.row, range(0, n, size)))
-            lanes = lasting(across, room + numbers, np.int64)
+            lanes = lasting_array(across, room + numbers, np.int64)
             self.shared_panels = lanes is not None
         if lanes is None:
             ends, room = ends_and_room([0] * LANES)
-            lanes = stack.enter_context(common(across, (room + numbers,), np.int64))
+            lanes = stack.enter_context(shared_array(across, (room + numbers,), np.int64))
         if lanes is not None:
             places = len(ends) + 3 * self.shared_panels  # of panels that are kept none is written twice
             self._starts = [0, *ends[:-1].tolist()]
@@ -195,11 +195,11 @@ class Panels(ABC):
                 handle, panel = self.factor(k, b)
             self.finish(step)
             handle.wait()
-            self.forget()
+            self.wait_for_sends()
             step = self.take(k, b, panel)
         if step is not None:
             self._strips(self.finish(step), self.column(n), width, DONE)
-        self.forget()
+        self.wait_for_sends()
 
     def _strips(self, step: Any, first: int, last: int, handle: Handle) -> None:
         for start in range(first, last, self.strip):
@@ -221,14 +221,14 @@ class Panels(ABC):
         if self.tiles.layer == root:
             return Sum(block, deep, others) if others else DONE
         if self.tiles.layer in others:
-            self._given.append(deep.send(block.copy(), root, wait=False))
+            self._sends.append(deep.send(block.copy(), root, wait=False))
         return DONE
 
-    def forget(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until what this layer has sent to others is there."""
-        for handle in self._given:
+        for handle in self._sends:
             handle.wait()
-        self._given = []
+        self._sends = []
 
     def message(self, k: int, size: int) -> Any:
         """Return room for the panel from column k on, of so many elements, flat; it lasts until the next but one."""

@@ -15,10 +15,11 @@ import numpy as np
 
 from parlinalg.backend import compiled
 from parlinalg.backend.shapes import has_values
+from parlinalg.comm.shared import SharedCollectives, shared_collectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.eigh import TINY, reflector
 from parlinalg.linalg.qr import QR, Reflections
-from parlinalg.linalg.tiles import Board, Tiles, board
+from parlinalg.linalg.tiles import Tiles
 
 PANEL = 32
 """Steps after which the rest of the matrix is updated; the columns of a tile."""
@@ -67,9 +68,9 @@ class PivotedQR(QR):
                 self._norms = lengths(self.a)
                 self._exact = self._norms.copy()
             comm = across.sub(range(tiles.C), across.axes) if some else across
-            with board(comm, KEY + m, self.a.dtype) as lent:
+            with shared_collectives(comm, KEY + m, self.a.dtype) as group:
                 for panel in panels:
-                    self._panel(lent, *panel)
+                    self._panel(group, *panel)
             if some:
                 comm.free()
         if some:
@@ -80,7 +81,7 @@ class PivotedQR(QR):
             xp = kernels.on_host(tiles.grid.backend)
             self.kept = [Reflections(k, None, xp.zeros((b, b), self.a.dtype), None) for k, b in panels]
 
-    def _panel(self, lent: Board, k: int, b: int) -> None:
+    def _panel(self, group: SharedCollectives, k: int, b: int) -> None:
         """Factor b columns from place k on, apply A := A - V G to what is right of them, and keep V and T."""
         lines, xp = self._lines, kernels.on_host(self.tiles.grid.backend)
         v, g = xp.zeros((b, self.shape[0] - k), lines.dtype), xp.zeros((len(lines), b), lines.dtype)  # transposed
@@ -88,7 +89,7 @@ class PivotedQR(QR):
         key, message, beta = self._proposal(k, v[:0], g[:, :0])
         for q in range(b):
             j = k + q
-            every, offered = lent.proposals(key, message)
+            every, offered = group.proposals(key, message)
             root = self._choose(every, j, g)
             if root == self.tiles.j:
                 lines[self._done, j:] = 0

@@ -21,7 +21,7 @@ from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tile_sizes import Constants, Time
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
-from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, format_flops, format_seconds, parse_bytes
+from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, format_count, parse_bytes
 
 ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd")
 SQUARE = ("cholesky", "solve", "eigh")
@@ -132,7 +132,7 @@ class LinalgPlan:
             other = default_layout(tuple(self.sizes), (self.n, self.sides))
             return costs.solve(found, rest, self.n, self.sides, other)
         if self.pivoting:
-            before = found if self.first is None else found.turned(self.first)
+            before = found if self.first is None else found.with_deal(self.first)
             return costs.pivoted(before, rest, (self.m, self.n))
         if self.routine == "qr":
             return costs.qr(found, rest, (self.m, self.n))
@@ -226,6 +226,8 @@ class LinalgPlan:
 
     def explain(self) -> str:
         """Return the plan's grid, tiles, words, messages, memory and time, and what was not chosen, as text."""
+        from parlinalg.linalg.explain import explain
+
         return explain(self)
 
 
@@ -396,17 +398,7 @@ def plan_linalg(
     >>> plan.sizes, plan.block, plan.words
     ({'r': 4, 'c': 4}, 96, 6857220)
     """
-    if routine not in ROUTINES:
-        raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
-    m = whole_number("m", m, 0)
-    n = m if n is None else whole_number("n", n, 0)
-    if routine in SQUARE and m != n:
-        raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
-    if max(m, n) > LONGER or min(m, n) > SHORTER:
-        raise PlanError(
-            f"a plan counts what every row and column moves, of matrices up to {LONGER:,}×{SHORTER:,} or its "
-            f"transpose, not [{m}, {n}]: give a smaller one"
-        )
+    m, n = _checked_shape(routine, m, n)
     try:
         name, limit = dtype_name(dtype), None if memory is None else parse_bytes(memory)
     except ValueError as error:
@@ -434,7 +426,7 @@ def plan_linalg(
     if sizes:
         grids = [(dict(sizes), d) for d in (depths(sizes) if wanted is None else [wanted])]
     else:
-        grids = list(_layers(count, range(1, count + 1) if wanted is None else [wanted]))
+        grids = list(layered_grids(count, range(1, count + 1) if wanted is None else [wanted]))
 
     def on(grid: dict[str, int], layers: int) -> LinalgPlan:
         try:
@@ -450,18 +442,43 @@ def plan_linalg(
     best = _fastest(plans, wanted is None)
     if limit is None or best.need <= limit:
         return best
-    if wanted is None:
+    return _within(limit, plans, best, free=given is None, any_depth=wanted is None)
+
+
+def _checked_shape(routine: str, m: SupportsIndex, n: SupportsIndex | None) -> tuple[int, int]:
+    """Return the rows and columns of a matrix that a routine takes and that can be planned; else raise PlanError."""
+    if routine not in ROUTINES:
+        raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
+    m = whole_number("m", m, 0)
+    n = m if n is None else whole_number("n", n, 0)
+    if routine in SQUARE and m != n:
+        raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
+    if max(m, n) > LONGER or min(m, n) > SHORTER:
+        raise PlanError(
+            f"a plan counts what every row and column moves, of matrices up to {LONGER:,}×{SHORTER:,} or its "
+            f"transpose, not [{m}, {n}]: give a smaller one"
+        )
+    return m, n
+
+
+def _within(limit: int, plans: list[LinalgPlan], best: LinalgPlan, *, free: bool, any_depth: bool) -> LinalgPlan:
+    """Return the fastest plan that needs at most `limit` bytes, with tiles of any size if they are `free`.
+
+    `best` is the one without the limit.
+    """
+    if any_depth:
         plans = [plan for plan in plans if plan.depth == 1 or _layers_allowed(plan)]
-    every = [_with_tiles(plan, best, free=given is None) for plan in plans]
+    every = [_with_tiles(plan, best, free=free) for plan in plans]
     fitting = [[each for each in tiles if each.need <= limit] for tiles in every]
     if not any(fitting):
         least = min((each for tiles in every for each in tiles), key=lambda each: each.need)
+        over, need = format_count(least.ranks, "rank"), format_bytes(least.need, up=True)
         raise PlanError(
-            f"{routine} of {m}×{n} in {name} over {_count(count, 'rank')} needs about "
-            f"{format_bytes(least.need, up=True)} a rank on {_named(least)}, more than {format_bytes(limit)}, and no "
-            "other plan needs less; give that or more ranks"
+            f"{least.routine} of {least.m}×{least.n} in {least.dtype} over {over} needs about {need} a rank on "
+            f"{grid_and_tiles(least)}, more than {format_bytes(limit)}, and no other plan needs less; give that or "
+            "more ranks"
         )
-    return _fastest([tiles[0] for tiles in fitting if tiles], wanted is None)
+    return _fastest([tiles[0] for tiles in fitting if tiles], any_depth)
 
 
 def _fastest(plans: list[LinalgPlan], any_depth: bool) -> LinalgPlan:
@@ -509,14 +526,14 @@ def _worth(plans: list[LinalgPlan]) -> list[LinalgPlan]:
     return flat
 
 
-def _layers(ranks: int, depths: Iterable[int]) -> Iterator[tuple[dict[str, int], int]]:
+def layered_grids(ranks: int, depths: Iterable[int]) -> Iterator[tuple[dict[str, int], int]]:
     """Yield all grids of two axes, and of three where the first has several layers."""
     for depth in depths:
         if ranks % depth == 0:
-            yield from (({"d": depth, **grid} if depth > 1 else grid, depth) for grid in _grids(ranks // depth))
+            yield from (({"d": depth, **grid} if depth > 1 else grid, depth) for grid in two_axis_grids(ranks // depth))
 
 
-def _grids(ranks: int) -> list[dict[str, int]]:
+def two_axis_grids(ranks: int) -> list[dict[str, int]]:
     """Return all grids of two axes, the default one first."""
     columns = [d for d in range(1, ranks + 1) if ranks % d == 0]
     found = [{"r": ranks // c, "c": c} for c in reversed(columns)]
@@ -524,203 +541,11 @@ def _grids(ranks: int) -> list[dict[str, int]]:
     return sorted(found, key=lambda sizes: sizes["c"] != first)
 
 
-# ------------------------------------------------------------------------------------------------ the explanation
-RUNNERS_UP = 3
-
-
-def explain(plan: LinalgPlan) -> str:
-    """Return why a plan is as it is."""
-    rows = [
-        (plan.routine, _matrix(plan)), ("grid", _grid(plan)), ("tiles", _tiles(plan)), ("words", _words(plan)),
-        *_parts(plan),
-        ("messages", f"{_count(plan.messages, 'collective call')} in which this rank takes part"),
-        ("memory", _memory(plan)), ("time", _time(plan)),
-        ("others", "; ".join(_others(plan)) or f"none, {_no_others(plan)}"),
-    ]  # fmt: skip
-    if plan.routine in tile_sizes.REPLICATED and plan.m == plan.n:
-        rows.append(("2.5D", _replicated(plan)))
-    return "\n".join(f"{name:<10}{text}" for name, text in rows)
-
-
-def _no_others(plan: LinalgPlan) -> str:
-    if plan.pivoting:
-        return "on any grid whole columns are dealt alike"
-    alone = plan.routine == "svd" and plan.alone
-    return "on any grid one rank does this" if alone else "no other grid or size of tiles is possible"
-
-
-def _matrix(plan: LinalgPlan) -> str:
-    sides = f" X = B[{plan.m}, {plan.sides}]" if plan.routine in SOLUTIONS else ""
-    sides += " with column pivoting" * plan.pivoting
-    return f"A[{plan.m}, {plan.n}]{sides} in {plan.dtype} over {_count(plan.ranks, 'rank')}"
-
-
-def _grid(plan: LinalgPlan) -> str:
-    deal = plan.deal
-    made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
-    if plan.routine == "svd" and plan.alone:
-        (m, n), name = plan.shape, "A" if plan.first is None else "R"
-        return f"one rank on Grid({{{made}}}): it finds the singular values of {name}[{m}, {n}] sooner than all would"
-    why = {
-        "square": "as near to a square as its axes make",
-        "tall": "rows alone are dealt, since the matrix is tall",
-        "strips": "rows alone are dealt, one piece a rank as at rest, since the matrix is tall",
-        "wide": "columns alone are dealt, since few ranks share memory and pass panels on at no cost",
-    }[deal.shape if plan.ranks > 1 else "square"]
-    if plan.m < plan.n and deal.shape == "tall" and plan.routine in ("lstsq", "svd"):
-        why = "columns of A, which are the rows of Aᴴ, alone are dealt, since the matrix is wide"
-    if not min(plan.m, plan.n):
-        why = "the matrix is empty"
-    if plan.pivoting:
-        why = "whole columns are dealt, from which ranks choose without sums"
-    return f"{_in_layers(deal)}{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
-
-
-def _tiles(plan: LinalgPlan) -> str:
-    if plan.pivoting:
-        text = f"{plan.block} columns, {_count(min(plan.m, plan.n), 'step')} of one column"
-        if (first := plan.first) is not None:
-            by = "its Gram matrix" if plan.gram else f"a QR factorization on tiles of {first.size} rows and columns"
-            text += f", of R[{plan.n}, {plan.n}], which {by} gives"
-        return text
-    if plan.routine == "svd" and (plan.alone or plan.first is not None):
-        return _tiles_of_svd(plan)
-    text = f"{plan.block:,} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
-    own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near, plan.depth).size
-    text += "" if own == plan.block else f"; the model would choose {own}"
-    if plan.gram:
-        text += ", but only if the matrix is too ill conditioned for its Gram matrix; else all stays where it lies"
-    return text
-
-
-def _tiles_of_svd(plan: LinalgPlan) -> str:
-    """Return the tiles of R, and of the QR factorization that gives it, as text."""
-    n, first = min(plan.m, plan.n), plan.first
-    if first is None:
-        return "none: the matrix goes to the rank that finds its singular values"
-    by = f"a QR factorization on tiles of {first.size} rows and columns"
-    by = f"its Gram matrix, or {by} if the matrix is too ill conditioned," if plan.gram else by
-    text = "none" if plan.alone else f"{plan.block:,} rows and columns, {_count(-(-n // plan.block), 'step')}"
-    return f"{text}, of R[{n}, {n}], which {by} gives"
-
-
-def _words(plan: LinalgPlan) -> str:
-    text = f"{plan.words:,} received by rank {plan.busiest}, which receives the most; at rest A lies in {plan.layout!r}"
-    if plan.routine in ("lu", "solve") and plan.deal.R > 1:
-        text += "; pivots are taken to fall evenly on the grid rows"
-    alone = plan.routine == "svd" and plan.alone
-    if plan.routine in ("eigh", "svd") and plan.ranks > 1 and not alone:
-        text += "; those of divide and conquer are a bound"
-    if plan.routine == "lstsq" and plan.ranks > 1:
-        text += "; A is taken to have full rank"
-    if plan.pivoting and plan.ranks > 1:
-        text += "; the columns are taken to come in their order"
-    if plan.routine in ("qr", "lstsq") and (plan.first or plan.deal).R > 1:
-        text += "; panels are taken to be well conditioned"
-    if plan.near and plan.ranks > 1 and plan.routine in ("cholesky", "eigh", "svd") and not alone:
-        text += "; each rank is taken to have a core"
-    return text
-
-
-def _parts(plan: LinalgPlan) -> list[tuple[str, str]]:
-    """Return a line for each part with the words and calls of the busiest rank."""
-    found: dict[str, list[int]] = {}
-    for part in plan.costs.parts:
-        sums = found.setdefault(part.name, [0, 0])
-        sums[0] += int(part.words[plan.busiest])
-        sums[1] += int(part.calls[plan.busiest])
-    wide = max(42, *(len(name) for name in found), 0)
-    return [
-        ("", f"{name:<{wide}}{words:>14,} in {_count(calls, 'call')}")
-        for name, (words, calls) in found.items() if calls
-    ]  # fmt: skip
-
-
-def _memory(plan: LinalgPlan) -> str:
-    parts = ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.memory.items())
-    return f"about {format_bytes(sum(plan.memory.values()))} a rank: {parts}"
-
-
-def _time(plan: LinalgPlan) -> str:
-    total = plan.time.total
-    if not total:
-        return "none: there is nothing to compute"
-    parts = zip(Time._fields, plan.time, strict=True)
-    shares = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts)
-    text = f"that of {format_flops(total, 'FLOP')} in fast products"
-    if plan.rate is not None:
-        text = f"{format_seconds(total / plan.rate)} at {format_flops(plan.rate)}"
-    return f"{text}, without the trips{' and if by tiles' * plan.gram}: {shares}"
-
-
-def _others(plan: LinalgPlan) -> list[str]:
-    """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
-    deal, best = plan.deal, plan.time.total or 1
-
-    def line(name: str, other: LinalgPlan) -> str:
-        more = 100 * (other.time.total / best - 1)
-        text = f"{name}: {_more(more)}"
-        if plan.limit is not None and other.need > plan.limit and (other is plan.faster or more < 0):
-            need, limit = format_bytes(other.need, up=True), format_bytes(plan.limit)
-            text += f", but it needs {need} a rank, more than {limit}"
-        return text
-
-    def other(grid: Mapping[str, int], b: int) -> LinalgPlan:
-        return replace(plan, sizes=grid, block=b, faster=None)
-
-    found = [] if plan.faster is None else [line(_named(plan.faster), plan.faster)]
-    if plan.pivoting or (plan.routine == "svd" and plan.alone):
-        return found
-    kind, shape = kernel(plan.routine), plan.shape
-    sizes = sorted({*tile_sizes.candidates(kind, *shape, deal.R, deal.C), plan.block})
-    at = sizes.index(plan.block)
-    found += [line(f"tiles of {b}", other(plan.sizes, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
-    grids = {}
-    for grid, depth in _layers(plan.ranks, [plan.depth]):
-        each = dealt(plan.routine, *shape, grid, None, plan.near, depth)
-        if (each.R, each.C) != (deal.R, deal.C):
-            grids[each.R, each.C] = other(grid, each.size)
-    best_grids = sorted(grids.items(), key=lambda item: item[1].time.total)[:RUNNERS_UP]
-    return found + [line(f"{R}×{C}", each) for (R, C), each in best_grids]
-
-
-def _named(plan: LinalgPlan) -> str:
+def grid_and_tiles(plan: LinalgPlan) -> str:
     """Return the grid and the tiles of a plan as text."""
     deal = plan.deal
-    return f"{_in_layers(deal)}{deal.R}×{deal.C} with tiles of {plan.block}"
+    return f"{layers_text(deal)}{deal.R}×{deal.C} with tiles of {plan.block}"
 
 
-def _in_layers(deal: Deal) -> str:
+def layers_text(deal: Deal) -> str:
     return f"{deal.D} layers of " if deal.D > 1 else ""
-
-
-def _more(percent: float) -> str:
-    return f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'} time" if abs(percent) >= 0.5 else "as fast"
-
-
-def _replicated(plan: LinalgPlan) -> str:
-    """Return the words that several layers of ranks save, or would save (Solomonik and Demmel, 2011), as text."""
-    half = plan.routine == "cholesky"
-
-    def words(sizes: Mapping[str, int], depth: int) -> float:
-        deal = dealt(plan.routine, plan.m, plan.n, sizes, plan.block, near=False, depth=depth)
-        return tile_sizes.panel_words(plan.m, plan.n, deal.R, deal.C, deal.D, half=half)
-
-    flat = min(words(grid, 1) for grid in _grids(plan.ranks))
-    if plan.depth > 1:
-        least, depth, chosen = words(plan.sizes, plan.depth), plan.depth, "are"
-    else:
-        found = [(words(*each), each[1]) for each in _layers(plan.ranks, range(2, plan.ranks + 1))]
-        (least, depth), chosen = min(found, default=(flat, 1)), "would be"
-    if least >= flat and plan.depth == 1:
-        return f"one layer; on {_count(plan.ranks, 'rank')} more would save no words"
-    if least < flat:
-        compared = f"not {flat:,.0f} or more, {100 * (1 - least / flat):.0f}% fewer"
-    else:  # they were asked for, or save time
-        compared = f"{100 * (least / max(flat, 1) - 1):.0f}% more than the {flat:,.0f} of one layer"
-    first = "one layer; " if plan.depth == 1 else ""
-    return f"{first}with {depth} layers panels and sums {chosen} {least:,.0f} words, {compared}, in the leading terms"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"

@@ -15,9 +15,10 @@ import numpy as np
 from parlinalg.backend import namespace
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm, Handle
+from parlinalg.comm.shared import SharedCollectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
-from parlinalg.linalg.tiles import Board, Tiles
+from parlinalg.linalg.tiles import Tiles
 
 NEAR = 0.1
 """The largest difference of an element between a Gram matrix and I with which one more Cholesky factor makes columns
@@ -96,7 +97,7 @@ class QR(Panels):
                 self.trees.append(k)
                 counts = [min(b, len(x) - int(np.searchsorted(x, k))) for x in self.every_row]
                 q, mine = kernels.qr(panel)
-                merged, r[...] = kernels.qr(self.board.gather(mine, counts))
+                merged, r[...] = kernels.qr(self.collectives.all_gather(mine, counts))
                 before = sum(counts[: tiles.i])
                 y[...] = q @ merged[before : before + counts[tiles.i]]
             if top:
@@ -120,7 +121,7 @@ class QR(Panels):
 
     def update(self, step: Any, first: int, last: int) -> None:
         b = self.a[self.row(step.k) :, first:last]
-        w = self.board.total(kernels.adjoint(step.y) @ b)
+        w = self.collectives.all_reduce(kernels.adjoint(step.y) @ b)
         kernels.subtract(b, step.y, kernels.multiply(step.t, w, adjoint=True))
 
     def times(self, b: Any, numbers: np.ndarray | None = None, last: bool = False) -> None:
@@ -184,16 +185,18 @@ def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:
     return lower, gram
 
 
-def reflect(tiles: Tiles, y: Any, t: Any, b: Any, lent: Board | None = None, *, adjoint: bool = False) -> None:
+def reflect(
+    tiles: Tiles, y: Any, t: Any, b: Any, group: SharedCollectives | None = None, *, adjoint: bool = False
+) -> None:
     """Replace b by (I - Y T Yᴴ) b, or with `adjoint` by (I - Y Tᴴ Yᴴ) b, for an upper triangle T.
 
-    The rows of Y and b lie along the grid's columns, whose ranks may have a board.
+    The rows of Y and b lie along the grid's columns, whose ranks may share memory as `group`.
     """
     w = namespace(y).ascontiguousarray(kernels.adjoint(y) @ b)
-    if lent is None:
+    if group is None:
         tiles.down.all_reduce(w)
     else:
-        w = lent.total(w)
+        w = group.all_reduce(w)
     kernels.subtract(b, y, kernels.multiply(t, w, adjoint=adjoint))
 
 

@@ -352,7 +352,7 @@ def _by_reflections(x: DistArray) -> SVDResult | None:
     if not truth(isfinite(r).all(), "finite", "whether the elements are finite"):
         return None
     u, s, vh = svd(r, full_matrices=False)
-    return SVDResult(q.turned(u, last=True), s, vh)
+    return SVDResult(q.times_q(u, last=True), s, vh)
 
 
 def _by_first_rank(x: DistArray, full_matrices: bool) -> SVDResult:
@@ -405,9 +405,9 @@ def _from_first_rank(
             problem = f"{name}: {error}"
     if grid.inside:
         grid.everyone.barrier()
-    told = grid.world.share(problem, others="alike")
-    refuse_odd(ODD in told, name)
-    if wrong := next(filter(None, told), ""):
+    reported = grid.world.share(problem, others="alike")
+    refuse_odd(ODD in reported, name)
+    if wrong := next(filter(None, reported), ""):
         raise LinAlgError(wrong)
     for each in found if grid.inside else ():
         grid.everyone.broadcast(each, 0)

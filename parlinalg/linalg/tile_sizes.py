@@ -149,7 +149,7 @@ def compared(routine: str, m: int, n: int, deal: Deal, constants: Constants) -> 
     if D > 1 and routine != "cholesky":  # L and U come to one layer by a trip more
         words += m * n / ranks * (1 - 1 / ranks)
     if routine == "solve":  # by U, on tiles of one layer
-        one = Deal(deal.sizes, deal.size, deal.shape)
+        one = deal.flat()
         words += n**2 / 2 / one.R * (1 - 1 / one.C)
     time = predicted(routine, m, n, R, C, deal.size, constants, D)
     return words, time.total - time.words + constants.word * words

@@ -10,8 +10,8 @@ home in their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from itertools import chain, combinations, pairwise, permutations
 from typing import Any, NamedTuple, SupportsIndex
@@ -21,10 +21,8 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
-from parlinalg.comm import Comm, Handle
-from parlinalg.comm.base import DONE
-from parlinalg.comm.shared import Meeting, meet
-from parlinalg.comm.shared import common as shared
+from parlinalg.comm import Comm
+from parlinalg.comm.shared import meet, shared_array
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span_of
 
@@ -37,8 +35,6 @@ SIZE = 64
 """Rows and columns of a tile."""
 FEW = 16
 """Ranks of one node up to which what moves between them lies in shared memory."""
-SMALL = 256
-"""Elements of sums below which no shared memory is made for them."""
 SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
@@ -146,6 +142,10 @@ class Deal:
         """Return `places` for a grid of more ranks, of which the others have nothing."""
         return self.places(rows, columns) + [(NONE, NONE)] * (ranks - len(self.coords))
 
+    def flat(self) -> Deal:
+        """Return the same deal on all ranks of the grid, in one layer."""
+        return Deal(self.sizes, self.size, self.shape)
+
     def owner(self, k: int) -> tuple[int, int]:
         """Return the grid row and the grid column of row and column number k."""
         return k // self.size % self.R, k // self.size % self.C
@@ -220,7 +220,7 @@ class Tiles(Deal):
         """
         (rest, _), have = resting(layout, shape, self.sizes), self.places(rows, columns)
         if adjoint:
-            block, have = block.conj().T, turned(have)
+            block, have = block.conj().T, transposed(have)
         block = move(block, have, rest, self.grid, lower=self.size if lower else 0)
         if isinstance(block, np.ndarray):
             block = self.grid.backend.from_host(block)
@@ -228,7 +228,6 @@ class Tiles(Deal):
 
     # ------------------------------------------------------------------ layers
     def flat(self) -> Tiles:
-        """Return tiles of the same size on all ranks of the grid, in one layer."""
         return Tiles(self.grid, self.size, self.shape)
 
     def own(self, block: np.ndarray, columns: Sequence[Numbers]) -> np.ndarray:
@@ -259,156 +258,7 @@ def worst(grid: Grid, values: Sequence[float]) -> list[float]:
 
 def count_worst(grid: Grid, values: int) -> None:
     """Count the words of `worst` in the ledger, for values that ranks have exchanged in shared memory."""
-    world = grid.world
-    own = values // world.size + (world.rank < values % world.size)
-    world.count("all_reduce", 2 * (values - own), 8)
-
-
-class Board:
-    """Rows and sums of the ranks of a communicator, in shared memory, where there is some.
-
-    Gathered rows are valid until the next call: once all have come to that, the call after it may write over them.
-
-    Parameters
-    ----------
-    comm : Comm
-    memory : array [2, comm.size, most] or None
-        Room for `most` elements of each rank, of which a sum may have no more; gathered rows share it.
-    counters : array of int64, optional
-        Shared memory of a `Meeting`.
-    """
-
-    def __init__(self, comm: Comm, memory: Any, counters: Any = None) -> None:
-        self.comm, self._memory, self._turn = comm, memory, 0
-        self._meeting = Meeting(comm, counters)
-
-    def _next(self) -> Any:
-        self._turn = 1 - self._turn
-        return self._memory[self._turn]
-
-    def gather(self, mine: Any, counts: Sequence[int]) -> Any:
-        """Return the rows of all ranks, one rank's after the other's; counts[i] rows are rank i's.  Collective."""
-        comm, (rows, width), total, xp = self.comm, mine.shape, sum(counts), namespace(mine)
-        if comm.size == 1:
-            return xp.ascontiguousarray(mine)
-        if self._memory is None or total * width > self._memory[0].size:
-            out = xp.empty((total, width), mine.dtype)
-            comm.all_gather(xp.ascontiguousarray(mine), out, [n * width for n in counts])
-            return out
-        whole: np.ndarray = self._next().reshape(-1)[: total * width].reshape(total, width)
-        before = sum(counts[: comm.rank])
-        whole[before : before + rows] = mine
-        comm.count("all_gather", (total - rows) * width, mine.itemsize)
-        self._meeting.wait()
-        return whole
-
-    def gather_in_turn(
-        self, first: Any, counts: Sequence[int], then: Any, later: Sequence[int], use: Callable[[Any], Any],
-        at_once: bool,
-    ) -> tuple[Any, Callable[[], Any]]:  # fmt: skip
-        """Return what `gather` returns of `first`, and the function that returns what `use` makes of that of `then`.
-
-        The second gather begins in that function, or here, `at_once` or if the first has no elements.  In shared memory
-        ranks meet once for both.  Collective, and so may be the function.
-        """
-        comm, xp, early = self.comm, namespace(first), sum(counts) * first.shape[1]
-        shape, sizes = (sum(later), then.shape[1]), [n * then.shape[1] for n in later]
-        both = early + sum(sizes)
-        if self._memory is None or both > self._memory[0].size:
-            gathered = self.gather(first, counts) if early else xp.empty((sum(counts), first.shape[1]), first.dtype)
-            rest, mine, needed = xp.empty(shape, then.dtype), xp.ascontiguousarray(then), both > early or not early
-
-            def begun(wait: bool) -> Handle:
-                return comm.all_gather(mine, rest, sizes, wait=wait) if needed else DONE
-
-            handle = begun(wait=False) if at_once or not early else None
-
-            def finish() -> Any:
-                (begun(wait=True) if handle is None else handle).wait()
-                return use(rest)
-
-            return gathered, finish
-        area = self._next().reshape(-1)
-        gathered, rest = area[:early].reshape(sum(counts), first.shape[1]), area[early:both].reshape(shape)
-        for mine, each, whole in (first, counts, gathered), (then, later, rest):
-            before = sum(each[: comm.rank])
-            whole[before : before + len(mine)] = mine
-            if whole.size or (whole is rest and not early):
-                comm.count("all_gather", whole.size - mine.size, mine.itemsize)
-        self._meeting.wait()
-        used = use(rest)  # the rows do not stay
-        return gathered, lambda: used
-
-    def broadcast(self, mine: Any, root: int) -> Any:
-        """Return the array of rank `root`, in the arrays that all ranks give, which are overwritten.  Collective."""
-        comm = self.comm
-        if self._memory is None or mine.size > self._memory[0].size or comm.size == 1:
-            comm.broadcast(mine, root)
-            return mine
-        given = self._next().reshape(-1)[: mine.size].reshape(mine.shape)
-        if comm.rank == root:
-            given[...] = mine
-        comm.count("broadcast", mine.size if comm.rank != root else 0, mine.itemsize)
-        self._meeting.wait()
-        if comm.rank != root:
-            mine[...] = given
-        return mine
-
-    def proposals(self, mine: Any, offer: Any) -> tuple[Any, Callable[[int], Any]]:
-        """Return the rows of all ranks, one each, and the function that returns what a rank, its argument, offers.
-
-        In shared memory ranks meet once for both.  Offers are arrays of one shape; this rank's is overwritten.
-        Collective, and so is the function, which is to be called before the board is used again.
-        """
-        comm, width, end = self.comm, mine.size, mine.size + offer.size
-        if self._memory is None or end > self._memory.shape[2] or comm.size == 1:
-            return self.gather(mine, [1] * comm.size), lambda root: self.broadcast(offer, root)
-        areas = self._next()
-        areas[comm.rank, :width], areas[comm.rank, width:end] = mine[0], offer
-        comm.count("all_gather", (comm.size - 1) * width, mine.itemsize)
-        self._meeting.wait()
-
-        def offered(root: int) -> Any:
-            comm.count("broadcast", offer.size if comm.rank != root else 0, offer.itemsize)
-            if comm.rank != root:
-                offer[...] = areas[root, width:end]
-            return offer
-
-        return areas[:, :width], offered
-
-    def total(self, term: Any) -> Any:
-        """Return the sum of the ranks' terms, which it may replace.  Collective."""
-        comm = self.comm
-        if self._memory is None or term.size > self._memory.shape[2]:
-            term = namespace(term).ascontiguousarray(term)
-            comm.all_reduce(term)
-            return term
-        terms = self._next()[:, : term.size].reshape(comm.size, *term.shape)
-        terms[comm.rank] = term
-        own = term.size // comm.size + (comm.rank < term.size % comm.size)
-        comm.count("all_reduce", 2 * (term.size - own), term.itemsize)
-        self._meeting.wait()
-        found: np.ndarray = terms[0] + terms[1]
-        for each in terms[2:]:
-            found += each
-        return found
-
-
-@contextmanager
-def board(comm: Comm, most: int, dtype: Any) -> Iterator[Board]:
-    """Provide a board for rows and sums of at most so many elements a rank.  Collective."""
-    if most < SMALL:
-        yield Board(comm, None)
-        return
-    most = max(most, -(-tunables.SHARED_BYTES // (2 * comm.size * np.dtype(dtype).itemsize)))  # else there is none
-    numbers = Meeting.SPREAD * comm.size
-    size = 2 * -(-2 * comm.size * most * np.dtype(dtype).itemsize // 16)
-    with shared(comm, (size + numbers,), np.int64) as memory:
-        if memory is None:
-            yield Board(comm, None)
-            return
-        room = memory[:size].view(dtype)[: 2 * comm.size * most].reshape(2, comm.size, most)
-        yield Board(comm, room, memory[size:])
+    grid.world.count("all_reduce", grid.world.all_reduce_words(values), 8)
 
 
 def clear_above(t: Any, rows: Numbers, columns: Numbers, size: int) -> None:
@@ -420,7 +270,7 @@ def clear_above(t: Any, rows: Numbers, columns: Numbers, size: int) -> None:
         t[top:end, k : k + size] = namespace(t).tril(t[top:end, k : k + size])
 
 
-def turned(places: Places) -> Places:
+def transposed(places: Places) -> Places:
     """Return the places of the transpose."""
     return [(columns, rows) for rows, columns in places]
 
@@ -614,7 +464,7 @@ def move(
         return out
     ends = routes.ends
     most = (2, 0 if ends is None else int(ends[-1, -1].max(initial=0)))
-    with shared(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
+    with shared_array(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
         for turn, (send, receive) in enumerate(routes.turns):
             gave, got = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
             if memory is None:

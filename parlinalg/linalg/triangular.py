@@ -16,12 +16,11 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import ORDERED, Steps
-from parlinalg.comm.shared import common as shared
+from parlinalg.comm.shared import ORDERED, SMALL, SharedCollectives, Steps, shared_array, shared_collectives
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, coordinates, cut_lengths, index_of
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import SMALL, Board, Numbers, Tiles, board
+from parlinalg.linalg.tiles import Numbers, Tiles
 
 FEW = 32
 """Right-hand sides up to which the triangle stays where it lies."""
@@ -77,7 +76,7 @@ def _many(
         tiles.across.broadcast(panel, j)
         corner, rest = (panel[: hi - lo], panel[hi - lo :]) if lower else (panel[lo:], panel[:lo])
         others = slice(hi, len(mine)) if lower else slice(0, lo)
-        both = Board(tiles.down, None).gather(xp.hstack([corner, b[lo:hi]]), [v - u for u, v in cuts])
+        both = SharedCollectives(tiles.down, None).all_gather(xp.hstack([corner, b[lo:hi]]), [v - u for u, v in cuts])
         order = np.argsort(np.concatenate([each[u:v] for each, (u, v) in zip(rows, cuts, strict=True)]))
         diagonal, x = both[order, :size], xp.ascontiguousarray(both[order, size:])
         if adjoint:  # x[k] := op(T[k, k]) (b[k] - sum over i of T[i, k]ᴴ x[i])
@@ -114,7 +113,7 @@ def _few(
 
 def _gathered(comm: Comm, mine: Any, numbers: Sequence[Numbers]) -> Any:
     """Return the rows of all ranks, one rank's after the other's, of which each has as many as numbers."""
-    return Board(comm, None).gather(mine, [len(x) for x in numbers])
+    return SharedCollectives(comm, None).all_gather(mine, [len(x) for x in numbers])
 
 
 def _in_order(x: Any, numbers: Sequence[Numbers]) -> Any:
@@ -157,13 +156,13 @@ def solved(
     most = longest * (b.shape[1] + (0 if blocks else longest))  # at rest no corners are gathered
     if not isinstance(b, np.ndarray):  # shared memory is the host's
         most = 0
-    with board(down, most, b.dtype) as below, board(across, most, b.dtype) as beside:
+    with shared_collectives(down, most, b.dtype) as below, shared_collectives(across, most, b.dtype) as beside:
         return _solved(below, beside, t, numbers, b, pieces, lower=lower, unit=unit, blocks=blocks)
 
 
 def _solved(
-    below: Board, beside: Board, t: Any, numbers: tuple[Sequence[Numbers], Sequence[Numbers]], b: Any,
-    pieces: Sequence[tuple[int, int]], *, lower: bool, unit: bool, blocks: bool,
+    below: SharedCollectives, beside: SharedCollectives, t: Any, numbers: tuple[Sequence[Numbers], Sequence[Numbers]],
+    b: Any, pieces: Sequence[tuple[int, int]], *, lower: bool, unit: bool, blocks: bool,
 ) -> Any:  # fmt: skip
     (rows, columns), i, j, xp = numbers, below.comm.rank, beside.comm.rank, namespace(b)
     later = len(rows) > len(columns)  # what a piece adds to later rows is taken at once, else when they are needed
@@ -177,10 +176,10 @@ def _solved(
         part = xp.ascontiguousarray(left[lo:hi])
         if lo < hi:
             kernels.subtract(part, t[lo:hi, due], x[due])
-            part = beside.total(part)
+            part = beside.all_reduce(part)
         if len(having) > 1:  # the ranks of a grid column have the rows
             if first < last:
-                both = below.gather(xp.hstack([t[lo:hi, first:last], part]), [v - u for u, v in cuts])
+                both = below.all_gather(xp.hstack([t[lo:hi, first:last], part]), [v - u for u, v in cuts])
                 both = _in_order(both, [each[u:v] for each, (u, v) in zip(rows, cuts, strict=True)])
                 x[first:last] = both[:, end - k :]
                 kernels.substitute(both[:, : end - k], x[first:last], lower=lower, unit=unit)
@@ -188,7 +187,7 @@ def _solved(
             if i in having:
                 corner = t[lo:hi, first:last]
                 if sum(u < v for u, v in sides) > 1:  # the ranks of a grid row have the columns
-                    corner = beside.gather(xp.ascontiguousarray(corner.T), [v - u for u, v in sides])
+                    corner = beside.all_gather(xp.ascontiguousarray(corner.T), [v - u for u, v in sides])
                     corner = _in_order(corner, [each[u:v] for each, (u, v) in zip(columns, sides, strict=True)]).T
                 if first < last:
                     kernels.substitute(corner, part, lower=lower, unit=unit)
@@ -296,7 +295,7 @@ def solved_in_common(
         return None
     wide = len(columns)
     room = -(-max((1 + wide) * n * sides * dtype.itemsize, tunables.SHARED_BYTES) // dtype.itemsize)
-    with shared(everyone, (room,), dtype) as memory:
+    with shared_array(everyone, (room,), dtype) as memory:
         if memory is None:
             return None
         x, *sums = memory[: (1 + wide) * n * sides].reshape(1 + wide, n, sides)
@@ -320,8 +319,7 @@ def _counted(grid: Grid, cuts: tuple[Cut, Cut], turns: Sequence[Turn], sides: in
     for turn in turns:
         size, wide = ((each.stop - each.start) * sides for each in (turn.rows, turn.columns))
         if size and across.size > 1:
-            own = size // across.size + (across.rank < size % across.size)
-            across.count("all_reduce", 2 * (size - own), itemsize)
+            across.count("all_reduce", across.all_reduce_words(size), itemsize)
         if wide and down.size > 1:
             down.count("broadcast", wide if grid.everyone.rank != turn.root else 0, itemsize)
 

@@ -24,7 +24,7 @@ from parlinalg.backend import backend_of
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels.rows import add_to
 from parlinalg.comm import Comm
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import shared_array
 from parlinalg.errors import LayoutError
 from parlinalg.exchange import local
 from parlinalg.grid import Grid
@@ -137,7 +137,7 @@ def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[Di
     comm = grid.comm(step.axes)
     target = grid.block_shape(work, shape)
     stored = target if order is None else tuple(target[d] for d in order)
-    with common(comm, stored, array.block.dtype) as whole:
+    with shared_array(comm, stored, array.block.dtype) as whole:
         if whole is not None:
             if order is not None:
                 whole = whole.transpose(tuple(order.index(d) for d in range(len(order))))
@@ -161,7 +161,7 @@ def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Blo
         comm, whole = grid.comm(step.axes), product.shape
         lengths = cut_lengths(whole[step.dim], step.axes, grid.sizes)
         most = max(lengths) * math.prod((*whole[: step.dim], *whole[step.dim + 1 :]))
-        with common(comm, (comm.size, comm.size - 1, most), dtype) as memory:
+        with shared_array(comm, (comm.size, comm.size - 1, most), dtype) as memory:
             if memory is not None:
                 return _scattered(product, step.dim, lengths, memory, comm)
     return redistribute(product.formed(), plan.y_work, plan.y, shape, grid, owned=True)

@@ -6,7 +6,7 @@ import heapq
 from fractions import Fraction
 
 from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, Seconds, least_words, messages
-from parlinalg.units import format_bytes, format_seconds, three_digits
+from parlinalg.units import format_bytes, format_count, format_seconds, three_digits
 
 RUNNERS_UP = 3
 FASTER = 0.95  # a grid that takes less than this share of the chosen one's time is named
@@ -22,12 +22,15 @@ def explain(plan: MatmulPlan, seconds: Seconds | None = None) -> str:
     problem = Problem(plan.m, plan.n, plan.k, plan.ranks, plan.dtype, plan.limit)
     least = problem.least_block()
     rows = [
-        ("product", f"A[{plan.m}, {plan.k}] · B[{plan.k}, {plan.n}] in {plan.dtype} over {_count(plan.ranks, 'rank')}"),
+        (
+            "product",
+            f"A[{plan.m}, {plan.k}] · B[{plan.k}, {plan.n}] in {plan.dtype} over {format_count(plan.ranks, 'rank')}",
+        ),
         ("grid", f"{_shape(plan.factors)} (parts of m × n × k); {_idle(plan)}"),
         ("block", _block(problem, plan.factors, least)),
         ("words", _words(plan)),
         ("bound", _bound(plan)),
-        ("messages", f"{_count(plan.messages, 'block')} received a rank"),
+        ("messages", f"{format_count(plan.messages, 'block')} received a rank"),
         ("memory", _memory(plan, problem)),
         ("kernel", _kernel(plan)),
     ]
@@ -85,7 +88,7 @@ def _lost(problem: Problem, least: int, factors: Factors, chosen: Factors) -> st
     if words != won:
         return f"{moved}, {100 * float(words / won - 1):,.1f}% more" if won else f"{moved}, where none need move"
     if messages(factors) != messages(chosen):
-        return f"{moved}, as few, but in {_count(messages(factors), 'message')} instead of {messages(chosen)}"
+        return f"{moved}, as few, but in {format_count(messages(factors), 'message')} instead of {messages(chosen)}"
     if block != problem.block(chosen):
         return f"{moved}, as few, but its largest block product is larger"
     return f"{moved}, as few: a tie, broken towards fewer ranks along k, then n, then m"
@@ -93,7 +96,7 @@ def _lost(problem: Problem, least: int, factors: Factors, chosen: Factors) -> st
 
 def _idle(plan: MatmulPlan) -> str:
     working, idle = plan.working_ranks, plan.ranks - plan.working_ranks
-    text = f"{_count(working, 'rank')} in the grid, "
+    text = f"{format_count(working, 'rank')} in the grid, "
     if idle == 0:
         text += "none idle"
     elif idle == 1:
@@ -104,9 +107,8 @@ def _idle(plan: MatmulPlan) -> str:
     busy = 1
     for p, extent in parts:
         busy *= min(p, extent)
-    return text + (
-        f"; {_count(working - busy, 'rank')} of the grid {_have(working - busy)} empty blocks" if busy < working else ""
-    )
+    idle = working - busy
+    return text + (f"; {format_count(idle, 'rank')} of the grid {_have(idle)} empty blocks" if idle > 0 else "")
 
 
 def _block(problem: Problem, factors: Factors, least: int) -> str:
@@ -114,7 +116,7 @@ def _block(problem: Problem, factors: Factors, least: int) -> str:
     shape = " × ".join(f"{-(-extent // p):,}" for extent, p in sizes)
     block = problem.block(factors)
     over = "the least possible" if block == least else f"{100 * (block / least - 1):.1f}% above the least possible"
-    return f"{shape}, the busiest rank's {_count(block, 'multiplication')}: {over}"
+    return f"{shape}, the busiest rank's {format_count(block, 'multiplication')}: {over}"
 
 
 def _words(plan: MatmulPlan) -> str:
@@ -163,7 +165,3 @@ def _words_of(words: Fraction | float) -> str:
 
 def _have(n: int) -> str:
     return "has" if n == 1 else "have"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"

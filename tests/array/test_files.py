@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parlinalg as pla
-from parlinalg.array import files
+from parlinalg.array import files, formats
 from parlinalg.errors import FileError
 from parlinalg.layout import Layout
 from tests.cases import DTYPES, GRIDS, check, grids, layouts, numbers, pairs, terms
@@ -175,17 +175,17 @@ def test_chunks_and_compression(grid, world, folder, tune, options):
 @pytest.mark.serial
 def test_chunks_fit_blocks(tune):
     def blocks(n, parts):
-        return [(files.piece(n, parts, i), range(6)) for i in range(parts)]
+        return [(formats.piece(n, parts, i), range(6)) for i in range(parts)]
 
-    assert files._fitting_chunks(blocks(12, 3)) == (4, 6)
-    assert files._fitting_chunks(blocks(10, 3)) == (4, 6)
+    assert formats._fitting_chunks(blocks(12, 3)) == (4, 6)
+    assert formats._fitting_chunks(blocks(10, 3)) == (4, 6)
     tune(MOVE_BUFFER=12)
-    assert files._fitting_chunks(blocks(12, 3)) == (2, 6)
-    assert files._fitting_chunks(blocks(15, 3)) == (1, 6)  # 5 rows fall into no two or three equal parts
-    assert files._fitting_chunks([(), ()]) == ()
-    pieces = list(files._pieces((range(1, 6), range(6)), 12, (2, 1)))
+    assert formats._fitting_chunks(blocks(12, 3)) == (2, 6)
+    assert formats._fitting_chunks(blocks(15, 3)) == (1, 6)  # 5 rows fall into no two or three equal parts
+    assert formats._fitting_chunks([(), ()]) == ()
+    pieces = list(formats._pieces((range(1, 6), range(6)), 12, (2, 1)))
     assert pieces == [(range(1, 2), range(6)), (range(2, 4), range(6)), (range(4, 6), range(6))]
-    assert list(files._pieces((range(4), range(6)), 3, (2, 2))) == [
+    assert list(formats._pieces((range(4), range(6)), 3, (2, 2))) == [
         (range(i, i + 2), range(j, j + 2)) for i in (0, 2) for j in (0, 2, 4)
     ]  # a chunk is the least
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import algorithms, ledger, shared
-from parlinalg.comm.shared import Meeting, Passing, beside, common, terms
+from parlinalg.comm.shared import Meeting, Passing, beside, shared_array, terms
 
 pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
 
@@ -40,7 +40,7 @@ def group(world, monkeypatch: pytest.MonkeyPatch, tune):
 
 def test_all_ranks_see_what_each_writes(group) -> None:
     for _ in range(20):  # the memory is used again
-        with common(group, (group.size, 5), np.int64) as array:
+        with shared_array(group, (group.size, 5), np.int64) as array:
             array[group.rank] = group.rank
             group.barrier()
             assert np.array_equal(array, np.arange(group.size)[:, None].repeat(5, 1))
@@ -48,7 +48,7 @@ def test_all_ranks_see_what_each_writes(group) -> None:
 
 def test_it_grows_and_leaves_no_file(group) -> None:
     for length in (8, 1000, 10, 100_000):
-        with common(group, (length,), np.float32) as array:
+        with shared_array(group, (length,), np.float32) as array:
             assert array.shape == (length,)
             array[group.rank] = 1 + group.rank
             group.barrier()
@@ -56,13 +56,13 @@ def test_it_grows_and_leaves_no_file(group) -> None:
 
 
 def test_small_nested_and_switched_off_uses_get_none(group, monkeypatch: pytest.MonkeyPatch) -> None:
-    with common(group, (0,), np.float64) as nothing:
+    with shared_array(group, (0,), np.float64) as nothing:
         assert nothing is None
-    with common(group, (4,), np.float64) as outer, common(group, (4,), np.float64) as inner:
+    with shared_array(group, (4,), np.float64) as outer, shared_array(group, (4,), np.float64) as inner:
         assert outer is not None
         assert inner is None
     monkeypatch.setenv("PARLINALG_SHARED", "0")
-    with common(group, (4,), np.float64) as off:
+    with shared_array(group, (4,), np.float64) as off:
         assert off is None
 
 
@@ -74,7 +74,7 @@ def test_a_block_passed_on_stays_until_all_have_read_it(
     """As in a factorization: a rank still reads a block when it passes on the next.  Each rank dawdles in turn."""
     monkeypatch.setattr(shared, "ORDERED", ordered and shared.ORDERED)
     numbers = Meeting.SPREAD * group.size
-    with common(group, (places * 4 + numbers,), np.int64) as memory:
+    with shared_array(group, (places * 4 + numbers,), np.int64) as memory:
         blocks, passing = memory[: places * 4].reshape(places, 4), Passing(group, memory[places * 4 :], places)
         for number in range(40):
             root = number % group.size
@@ -95,19 +95,19 @@ def test_a_block_passed_on_stays_until_all_have_read_it(
 
 def test_too_little_memory_is_no_error(group, tune) -> None:
     tune(SHARED_SPARE=1 << 60)
-    with common(group, (8,), np.float64) as refused:
+    with shared_array(group, (8,), np.float64) as refused:
         assert refused is None
     tune(SHARED_SPARE=2)
-    with common(group, (8,), np.float64) as remembered:
+    with shared_array(group, (8,), np.float64) as remembered:
         assert remembered is None
-    with common(group, (7,), np.float64) as smaller:
+    with shared_array(group, (7,), np.float64) as smaller:
         assert smaller is not None
 
 
 def test_a_rank_that_cannot_map_it_is_heard(group, monkeypatch: pytest.MonkeyPatch) -> None:
     if group.rank == group.size - 1:
         monkeypatch.setattr(shared, "_mapped", lambda *asked: None)
-    with common(group, (8,), np.float64) as refused:
+    with shared_array(group, (8,), np.float64) as refused:
         assert refused is None
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from parlinalg import tunables
 from parlinalg.backend import skinny
+from parlinalg.comm import shared
 from parlinalg.grid import Grid
-from parlinalg.linalg import kernels, planner, spectral, tile_sizes, tiles
+from parlinalg.linalg import kernels, planner, spectral, tile_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def ways(request, monkeypatch):
     if number & 2:
         monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
         monkeypatch.setattr(tunables, "TILES_MOVED", 64)
-        monkeypatch.setattr(tiles, "SMALL", 1)
+        monkeypatch.setattr(shared, "SMALL", 1)
     if number & 16:
         monkeypatch.setattr(tunables, "COMPILED_SIZE", 1)
         monkeypatch.setattr(skinny, "LEAST", 1)

@@ -13,10 +13,10 @@ import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import shared_array
 from parlinalg.layout import Layout
 from parlinalg.linalg import factors, kernels, systems, tile_sizes, tiles, triangular
-from parlinalg.linalg.cholesky import Shared
+from parlinalg.linalg.cholesky import SharedCholesky
 from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
 
@@ -137,7 +137,7 @@ def test_cholesky_reads_nothing_but_the_matrix(grid, monkeypatch):
         odd = pla.distribute(np.tril(s) + np.triu(np.full_like(s, 3e30), 1), grid, layout)
         found = linalg.cho_factor(odd, block)
         if grid.inside:
-            with common(found.tiles.across, (4 * n, 4 * n), dtype) as memory:
+            with shared_array(found.tiles.across, (4 * n, 4 * n), dtype) as memory:
                 if memory is not None:
                     memory[...] = np.nan
         for each in (found.L, linalg.cholesky(odd), linalg.cho_factor(odd, block).L):
@@ -157,7 +157,7 @@ def test_cholesky_waits_for_late_ranks(grid, monkeypatch, step):
     a = random((40, 40), "float64", np.random.default_rng(4))
     a = a @ a.T + 40 * np.eye(40)
     x = pla.distribute(a, grid, grid.default_layout(a.shape))
-    prompt = getattr(Shared, step)
+    prompt = getattr(SharedCholesky, step)
 
     def late(*args):
         sleep(0.01)
@@ -166,7 +166,7 @@ def test_cholesky_waits_for_late_ranks(grid, monkeypatch, step):
     for rank in {0, grid.world.size // 2, grid.world.size - 1}:
         with monkeypatch.context() as patch:
             if grid.world.rank == rank:
-                patch.setattr(Shared, step, late)
+                patch.setattr(SharedCholesky, step, late)
             for found in (linalg.cho_factor(x, 8).L, linalg.cholesky(x)):
                 same(found, np.linalg.cholesky(a), 1e-13)
 

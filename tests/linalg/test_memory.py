@@ -115,14 +115,14 @@ def test_planned_memory_is_what_is_held(make_grid, world, monkeypatch, name, sha
         return
     shared = [0]
 
-    def counted(comm, size, dtype, lasting=shared_memory.lasting):
+    def counted(comm, size, dtype, lasting=shared_memory.lasting_array):
         found = lasting(comm, size, dtype)
         if found is not None:
             shared.append(found.nbytes // comm.size)
         return found
 
     for module in ("eigh",) if shape[0] == shape[1] else ("panels",):  # those that are there when Q is formed
-        monkeypatch.setattr(importlib.import_module(f"parlinalg.linalg.{module}"), "lasting", counted)
+        monkeypatch.setattr(importlib.import_module(f"parlinalg.linalg.{module}"), "lasting_array", counted)
     rng = np.random.default_rng(5)
     a = rng.uniform(-1, 1, shape) + (1j * rng.uniform(-1, 1, shape) if dtype == "complex128" else 0)
     x = pla.distribute(a, grid, grid.default_layout(shape))
