@@ -143,6 +143,10 @@ def test_powers(grid):
     for a in (np.array([[1, 2], [3, 4]]), np.array([[True, False], [True, True]]), np.array([[np.nan, 1], [2, 3]])):
         for n in (0, 1, np.int64(0)):
             same(np.linalg.matrix_power(placed(grid, a, 1), n), np.linalg.matrix_power(a, n))
+    for shape in ((5, 5), (3, 4, 4), (0, 0)):  # of booleans: which nodes of a graph are n steps apart
+        a = random(*shape) > 1
+        for n in (0, 1, 2, 3, 7):
+            same(linalg.matrix_power(placed(grid, a, n), n), np.linalg.matrix_power(a, n))
     stack = random(2, 3, 3)
     x = placed(grid, stack, 3)
     assert linalg.matrix_power(x, 0).layout == x.layout
