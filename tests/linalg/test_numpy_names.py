@@ -482,6 +482,30 @@ def test_solutions_by_factors(grid):
                 solve(odd, y)
 
 
+@pytest.mark.parametrize("shape", [(3, 3), (9, 3, 3), (2, 3, 3)])
+def test_solutions_by_factors_name_the_function_that_was_called(grid, shape):
+    a = np.broadcast_to(np.eye(3), shape).copy()
+    x, flag = placed(grid, a), pla.ones(2, grid, dtype=bool)
+    nan = placed(grid, np.full((*shape[:-1], 2), np.nan))
+    half, many = pla.ones((*shape[:-1], 2), grid, dtype=np.float16), pla.ones((4, 2), grid)
+    odd = {
+        "takes DistArrays, not list": [1.0], "takes finite numbers; the array has": nan,
+        "takes float32, .*, not float16": half, r"takes right-hand sides of shape \(3,\)": many,
+        "takes vectors and matrices as right-hand sides": pla.ones((), grid),
+    }  # fmt: skip
+    for name, make in (("lu_solve", linalg.lu_factor), ("cho_solve", linalg.cho_factor)):
+        solve, factors = getattr(linalg, name), [make(x), make(pla.Tensor(x))]
+        for words, b in odd.items():
+            for called, run in ((name, lambda f, b: solve(f, b)), ("solve", lambda f, b: f.solve(b))):
+                for factor in factors[: 1 + (b is nan)]:
+                    with pytest.raises((TypeError, ValueError), match=f"^{called} {words}"):
+                        run(factor, b)
+    with pytest.raises(ValueError, match=r"^lu_solve: adjoint is True or False, not a DistArray"):
+        linalg.lu_solve(linalg.lu_factor(x), many, adjoint=flag)
+    with pytest.raises(linalg.LinAlgError, match="the matrix is singular"):
+        linalg.lu_solve(linalg.lu_factor(x * 0), many[:3])
+
+
 def test_products_and_inverses_of_many_dims(grid):
     """`linalg` has NumPy's names for them."""
     matrices = [random(2, 7), random(7, 3, seed=1), random(3, seed=2)]
