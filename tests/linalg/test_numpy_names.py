@@ -580,6 +580,30 @@ def test_arrays_given_as_flags(grid):
     assert linalg.svd(a[:, :2], full_matrices=~flag.all()).U.shape == (4, 2)
 
 
+@pytest.mark.parametrize("home", [pla.DistArray, pla.Tensor, pla])
+def test_arrays_given_as_flags_of_methods(grid, home):
+    """Those of arrays and tensors, and the functions of `parlinalg` on arrays: by the name of what is called."""
+    array, told = placed(grid, np.eye(4) + 0.1), 0
+    further = {"astype": float, "reshape": (16,), "top_k": 1, "digitize": array[0], "fill_diagonal": 1.0}
+    further |= dict.fromkeys(("quantile", "percentile", "nanquantile", "nanpercentile"), 0.5)
+    further |= dict.fromkeys(("allclose", "array_equal", "isclose", "intersect1d", "setdiff1d", "setxor1d"), array)
+    others = {"array", "linspace", "explicit", "einsum", "einsum_path", "plan_linalg", "plan_training"}
+    others |= {"overwrite_input", "sorted", "assume_unique"}  # not taken here
+    for name in pla.__all__ if home is pla else dir(home):
+        function = getattr(home, name)
+        if not isfunction(function) or name.startswith("_") or name in others:
+            continue
+        for flag in {flag for _, flag in flags_of(function)} - others:
+            for value in (pla.ones(3, grid), pla.Tensor(pla.ones(3, grid)), np.ones(2)):
+                kind, error = type(value).__name__, TypeError if isinstance(value, pla.Tensor) else ValueError
+                first = pla.Tensor(array) if home is pla.Tensor else array
+                words = rf"^(np\.)?{name}: {flag} is True or False, not a {kind} of shape"
+                with pytest.raises(error, match=words):
+                    function(first, *([further[name]] if name in further else []), **{flag: value})
+                told += 1
+    assert told > 30
+
+
 def test_arrays_given_as_words_or_orders(grid):
     a, odd = placed(grid, np.eye(4)), pla.ones(3, grid)
     for what, call in {
