@@ -337,6 +337,59 @@ def test_limits_of_all_kinds_of_numbers(grid):
             function(several, rtol=odd)
 
 
+def times_power(a, power):
+    """Return a times 2 to a power that need not be a number itself."""
+    one = np.ones(np.shape(power), a.real.dtype)
+    return a * np.ldexp(one, np.asarray(power) // 2) * np.ldexp(one, power - np.asarray(power) // 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("extreme", ["large", "small", "subnormal", "both", "some"])
+def test_norms_whose_sums_leave_the_range(grid, dtype, extreme):
+    """They are as accurate as those of numbers near 1, as LAPACK's are: of vectors, matrices and stacks."""
+    limits = np.finfo(dtype)
+    large, small = limits.maxexp - 20, limits.minexp + limits.nmant
+    lead = {"large": (large, large * 3 // 4), "small": (small, small * 2 // 3), "subnormal": (limits.minexp - 4,) * 2}
+    power = np.array(lead.get(extreme, (large, small)))[:, None, None]
+    base = (random(2, 5, 5, dtype=complex if dtype.startswith("c") else float) + 3 * np.eye(5)).astype(dtype)
+    if extreme == "some":  # lines of one matrix differ
+        power = np.broadcast_to(power.ravel(), (2, 5, 2))[..., [0, 1, 0, 1, 0]]
+    a = times_power(base, power)
+    exact = times_power(a, -power).astype(np.result_type(dtype, np.float64))
+
+    def agree(got, want, power):
+        want = times_power(want, np.broadcast_to(power, want.shape))
+        assert got.dtype == limits.dtype
+        assert np.isfinite(want).all()
+        np.testing.assert_allclose(got.gather(), want, rtol=300 * limits.eps, atol=2 * limits.smallest_subnormal)
+
+    x = placed(grid, a, 1)
+    for order in (0.5, 1, 2, 3, -1, -2, -2.5, INF, -INF):
+        want = np.linalg.norm(exact, order, axis=1)
+        agree(linalg.vector_norm(x, axis=1, ord=order), want, power[:, 0])
+        agree(np.linalg.norm(x, order, 1, True), want[:, None], power[:, :1])
+        if extreme != "some":
+            want = np.linalg.norm(exact.reshape(2, 25), order, axis=1)
+            agree(linalg.vector_norm(x, axis=(1, 2), ord=order), want, power[:, 0, 0])
+    for order in (1, -1, 2, -2, INF, -INF, "fro", "nuc") if extreme != "some" else ():
+        want = np.linalg.norm(exact, order, (1, 2))
+        agree(linalg.matrix_norm(x, ord=order), want, power[:, 0, 0])
+        agree(np.linalg.norm(x[0], order), want[0], power[0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_conditions_of_the_whole_range_of_all_orders(grid, dtype):
+    limits, base = np.finfo(dtype), random(2, 4, 4, dtype=complex if dtype.startswith("c") else float) + 3 * np.eye(4)
+    for power in (limits.maxexp - 4, limits.maxexp // 2, limits.minexp // 2, limits.minexp - 4):
+        a = times_power(base.astype(dtype), power)
+        exact = times_power(a, -power).astype(np.result_type(dtype, np.float64))
+        for p in (None, 1, -1, 2, -2, INF, -INF, "fro", "nuc"):
+            for at in ((), (0,)):
+                got, want = linalg.cond(placed(grid, a[at], 1), p), np.linalg.cond(exact[at], p)
+                assert got.dtype == limits.dtype
+                np.testing.assert_allclose(got.gather(), want, rtol=1000 * limits.eps)
+
+
 @pytest.mark.parametrize("size", [1e-310, 1e-300, 1.0, 1e300])
 def test_conditions_of_the_whole_range(grid, size):
     """NumPy's finds no singular values of an inverse that overflows."""
