@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from parlinalg.array import transfer
-from parlinalg.array.dispatch import PROTOCOL, takes_over
+from parlinalg.array.dispatch import PROTOCOL, flagged, takes_over
 from parlinalg.backend import namespace
 from parlinalg.backend.views import address
 from parlinalg.errors import LayoutError
@@ -30,6 +30,7 @@ FEW_VIEWS = 16
 """Views of an array that are remembered before those that are gone are looked for."""
 
 
+@flagged
 class DistArray(NDArrayOperatorsMixin):
     """A global array of which every rank of a grid holds one block.
 

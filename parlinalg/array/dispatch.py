@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from inspect import signature
+from inspect import isfunction, signature
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 PROTOCOL = "__parlinalg_function__"
 """The method of a class that takes calls over: it is given the function, its arguments and its keyword arguments."""
@@ -50,11 +51,13 @@ def primitive(function: Callable[P, R]) -> Callable[P, R]:
 def flags_of(function: Callable[..., Any]) -> list[tuple[int, str]]:
     """Return the parameters that are True or False, each with its place, which those by keyword have beyond all others.
 
-    They are those with such a default, but for `where`, which may be a mask, and those that may be a word.
+    They have such a default or annotation; `where`, which may be a mask, and those that may be a word are none.
     """
     found = []
     for at, (name, parameter) in enumerate(signature(function).parameters.items()):
-        if isinstance(parameter.default, bool) and name != "where" and "str" not in str(parameter.annotation):
+        kind = str(parameter.annotation)
+        flag = isinstance(parameter.default, bool) or kind.startswith("bool")
+        if flag and name != "where" and "str" not in kind:
             found.append((at if parameter.kind != parameter.KEYWORD_ONLY else sys.maxsize, name))
     return found
 
@@ -78,6 +81,24 @@ def refuse_flags(name: str, given: Iterable[tuple[str, Any]]) -> None:
         if (tensor := takes_over(value)) or getattr(value, "size", 1) != 1:
             what = f"{name}: {flag} is True or False, not a {type(value).__name__} of shape {value.shape}"
             raise (TypeError if tensor else ValueError)(f"{what}; take its {'.item()' if tensor else 'any() or all()'}")
+
+
+def flagged(kind: C) -> C:
+    """Let the methods of a class refuse arrays that are given as flags, as functions do."""
+    for name, method in list(vars(kind).items()):
+        public = isfunction(method) and not (name.startswith("_") or hasattr(method, "__wrapped__"))
+        if public and (flags := flags_of(method)):
+            setattr(kind, name, _refusing(method, flags))
+    return kind
+
+
+def _refusing(function: Callable[P, R], flags: list[tuple[int, str]]) -> Callable[P, R]:
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_flags(function.__name__, _given_flags(flags, args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
 
 
 def of_arrays(function: Callable[P, R]) -> Callable[P, R]:

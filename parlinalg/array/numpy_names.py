@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ def _directly(function: Callable[..., Any], implementation: Callable[..., Any], 
     theirs = inspect.signature(function).parameters if function not in _WRITTEN else _WRITTEN[function]
     first = next(iter(theirs))
 
+    @wraps(implementation)
     def run(**given: Any) -> Any:
         array, out = _array(given.pop(first), called), given.pop("out", None)
         found = implementation(array, **given, **fixed)
@@ -298,7 +300,7 @@ def _blockwise(function: Callable[..., Any]) -> Callable[..., DistArray]:
 def _register_blockwise(function: Callable[..., Any]) -> None:
     run, first = _blockwise(function), next(iter(inspect.signature(function).parameters))
     handles(function, takes=[p for p in inspect.signature(function).parameters if p != "out"])(
-        lambda **given: run(given.pop(first), **given)
+        wraps(function)(lambda **given: run(given.pop(first), **given))
     )
 
 

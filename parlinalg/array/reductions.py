@@ -203,7 +203,10 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
 
 
 def vector_norm(a: DistArray, ord: Any, dims: tuple[int, ...], keepdims: bool) -> DistArray:
-    """Return the norms of vectors, whose elements lie along any number of dims."""
+    """Return the norms of vectors, whose elements lie along any number of dims.
+
+    Where sums of powers leave the range, they are made again of sizes beside the largest or the smallest one.
+    """
     if isinstance(ord, str) or not (np.isscalar(ord) or getattr(ord, "ndim", None) == 0):
         raise ValueError(f"vector_norm takes a number for ord, not {ord!r}, which matrix_norm may know")
     a, finished = _measured(a)
@@ -211,22 +214,42 @@ def vector_norm(a: DistArray, ord: Any, dims: tuple[int, ...], keepdims: bool) -
         return finished(extreme_size(abs(a), ord, dims, keepdims))
     if ord == 0:
         return finished(total((a != 0).astype(np.zeros(0, a.dtype).real.dtype), dims, None, keepdims))
-    if ord == 2:
-        return finished(total(_squares(a), dims, None, keepdims), 0.5)
-    sizes = abs(a)
-    return finished(total(sizes if ord == 1 else sizes**ord, dims, None, keepdims), 1 if ord == 1 else 1 / ord)
+    if ord == 1:
+        return finished(total(abs(a), dims, None, keepdims))
+
+    def sums(x: DistArray) -> DistArray:
+        return total(_squares(x) if ord == 2 else abs(x) ** ord, dims, None, keepdims)
+
+    with np.errstate(over="ignore", under="ignore"):
+        found = sums(a)
+    if not math.prod(a.shape[d] for d in dims) or not _out_of_range(found):
+        return finished(found, 1 / ord)
+    sizes = abs(a)  # all ranks that have the same sums
+    unit = extreme_size(sizes, ord, dims, True).block
+    unit = a.xp.where((unit > 0) & a.xp.isfinite(unit), unit, a.xp.ones_like(unit))
+    with np.errstate(all="ignore"):
+        found = sums(sizes.like(sizes.block / unit))
+        return finished(found, 1 / ord, unit.reshape(found.block.shape))
+
+
+def _out_of_range(sums: DistArray) -> bool:
+    """Return True if some of the sums that this rank has are infinite, or so near underflow that terms lose digits."""
+    if not sums.grid.inside or not sums.grid.backend.values:
+        return False
+    limits, xp = np.finfo(sums.dtype), sums.xp
+    return bool(xp.any((sums.block < limits.tiny / limits.eps) | xp.isinf(sums.block)))
 
 
 def _measured(a: DistArray) -> tuple[DistArray, Callable[..., DistArray]]:
-    """Return the array in the dtype in which a norm is computed, and what makes a power of sums the norm."""
+    """Return the array in the dtype in which a norm is computed, and what makes a power of sums, times a unit, it."""
     given, a = a.dtype, settled(a, "linalg.norm")
     if given.kind in "biu":
         given = np.dtype(np.float64)
     a = a.astype(work_dtype(given), copy=False)
 
-    def finished(value: Any, power: float = 1) -> DistArray:
+    def finished(value: Any, power: float = 1, unit: Any = 1) -> DistArray:
         block = value.block
-        root = a.xp.sqrt(block) if power == 0.5 else block if power == 1 else block**power
+        root = (a.xp.sqrt(block) if power == 0.5 else block if power == 1 else block**power) * unit
         found: DistArray = value.like(_as(a.xp.asarray(root), given if given.kind != "c" else block.dtype))
         return found
 

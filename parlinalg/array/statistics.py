@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import spread, together
-from parlinalg.array.core import Axis, DistArray, axis_of, same_grid, truth
+from parlinalg.array.core import Axis, DistArray, axis_of, same_grid, truth, whole
 from parlinalg.array.create import distribute
+from parlinalg.array.dispatch import of_arrays
 from parlinalg.array.joining import concatenate
 from parlinalg.array.reductions import dims_of, mean, settled, total
 from parlinalg.array.rows import on_device
@@ -281,6 +282,7 @@ def _interpolated(low: Block, high: Block, weights: np.ndarray, a: DistArray) ->
 
 
 # ------------------------------------------------------------------------------------------------ the largest
+@of_arrays
 def top_k(x: DistArray, k: int, axis: int = -1, largest: bool = True) -> tuple[DistArray, DistArray]:
     """Return the k largest (or smallest) elements along a dim, in order, and their indices.
 
@@ -299,7 +301,7 @@ def top_k(x: DistArray, k: int, axis: int = -1, largest: bool = True) -> tuple[D
     >>> values.tolist(), indices.tolist()
     ([9, 9], [1, 3])
     """
-    a, d = settled(x, "top_k"), axis_of(axis, x.ndim)
+    a, d, k = settled(x, "top_k"), axis_of(axis, x.ndim), whole("top_k: k", k)
     if not 0 <= k <= a.shape[d]:
         raise ValueError(f"top_k takes k from 0 to {a.shape[d]}, the size of dim {d} of shape {a.shape}, not {k}")
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])

@@ -9,6 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import Axis, effective
+from parlinalg.array.dispatch import flagged
 from parlinalg.autograd.rule import Part, packing
 from parlinalg.autograd.tape import Node, Walk, note, recording
 from parlinalg.backend.shapes import label_memory, memory_label
@@ -25,6 +26,7 @@ Block = Any
 Scalar = int | float
 
 
+@flagged
 class Tensor:
     """A `DistArray` in a computation whose gradient may be asked for.
 

@@ -196,7 +196,7 @@ def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") ->
 def matrix_power(x: DistArray, n: int, /) -> DistArray:
     """Return the n-th powers of the square matrices of the last two dims, by repeated squaring.
 
-    Powers below 0 are those of the inverses.
+    Powers below 0 are those of the inverses.  Sums of booleans are True where one term is, as NumPy's.
 
     Raises
     ------
@@ -221,10 +221,17 @@ def matrix_power(x: DistArray, n: int, /) -> DistArray:
     out, square = None, x
     while n:
         if n & 1:
-            out = square.copy() if out is None else out @ square
+            out = square.copy() if out is None else _product(out, square)
         n >>= 1
-        square = square @ square if n else square
+        square = _product(square, square) if n else square
     return out  # type: ignore[return-value]
+
+
+def _product(x: DistArray, y: DistArray) -> DistArray:
+    """Return X Y, of booleans too."""
+    if x.dtype.kind != "b":
+        return x @ y
+    return x.astype(np.float32) @ y.astype(np.float32) > 0
 
 
 handles(np.linalg.solve, takes=("a", "b"))(lambda a, b: solve(a, b))  # noqa: PLW0108 - NumPy's names of arguments

@@ -808,7 +808,7 @@ def lu_solve(factor: Any, b: DistArray, /, *, adjoint: bool = False) -> DistArra
     LinAlgError
         If A is singular.
     """
-    return _made_by("lu_factor", factor).solve(b, adjoint)
+    return _solved("lu", factor, b, adjoint)
 
 
 def cho_solve(factor: Any, b: DistArray, /) -> DistArray:
@@ -816,15 +816,21 @@ def cho_solve(factor: Any, b: DistArray, /) -> DistArray:
 
     This is `factor.solve(b)`, by SciPy's name; `b` has shape (n,), (n, k) or (..., n, k).
     """
-    return _made_by("cho_factor", factor).solve(b)
+    return _solved("cho", factor, b)
 
 
-def _made_by(maker: str, factor: Any) -> Any:
-    """Return a factorization if it is one that the function of this name makes, of arrays or tensors."""
-    if getattr(factor, "maker", None) != maker:
-        name, kind = maker.replace("factor", "solve"), type(factor).__name__
-        raise TypeError(f"{name} takes what {maker}(A) returns, not an object of type {kind}")
-    return factor
+def _solved(kind: str, factor: Any, *given: Any) -> Any:
+    """Return `factor.solve(*given)` of a factorization of this kind, of arrays or tensors; name SciPy's function."""
+    if getattr(factor, "maker", None) != f"{kind}_factor":
+        raise TypeError(
+            f"{kind}_solve takes what {kind}_factor(A) returns, not an object of type {type(factor).__name__}"
+        )
+    try:
+        return factor.solve(*given)
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith("solve"):
+            raise
+        raise type(error)(f"{kind}_{error}") from None
 
 
 @primitive

@@ -63,16 +63,11 @@ def expm(x: DistArray, /) -> DistArray:
         del powers
         squarings = max(1, math.frexp(float(abs(a).max()))[1] + n.bit_length())
         return _squared(expm(a * a.real.dtype.type(2.0**-squarings)), a, squarings)
-    degree, squarings, theta = 13, 0, max(d6, d8)
-    for m, limit in ((3, max(d4, d6)), (5, max(d4, d6)), (7, theta), (9, theta)):
-        if limit <= THETA[m] and not _excess(a, m, 0):
-            degree = m
-            break
-    else:
-        d10 = _estimate(10, powers[1], powers[2]) ** (1 / 10)
-        theta = min(theta, max(d8, d10))
-        squarings = max(0, math.ceil(math.log2(theta / THETA[13]))) if theta else 0
-        squarings += _excess(a, 13, squarings)
+    chosen = _chosen(
+        np.array([[d4], [d6], [d8]]), lambda at: _estimate(10, powers[1], powers[2]) ** (1 / 10),
+        lambda at, m: _sizes(a, m), a.dtype,
+    )  # fmt: skip
+    degree, squarings = (int(each[0]) for each in chosen)
     if degree == 9:
         powers.append(matmul(powers[1], powers[1], layout=layout))
     odd, even = _pade(a, powers, degree, 2.0**-squarings)
@@ -82,6 +77,35 @@ def expm(x: DistArray, /) -> DistArray:
     found = factor.carried(a)
     del factor
     return _squared(found, a, squarings)
+
+
+def _chosen(roots: Any, d10: Any, sizes: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return degrees and numbers of squarings of matrices, by roots of the norms of A⁴, A⁶ and A⁸, [3, count].
+
+    `d10` is a function that gives the root for A¹⁰, of matrices with these numbers, and `sizes` one that gives what
+    `_sizes` does, for a degree too.
+    """
+    d4, d6, d8 = roots
+    degree, squarings, left = np.full(len(d4), 13), np.zeros(len(d4), np.int64), np.ones(len(d4), bool)
+
+    def excess(at: np.ndarray, m: int) -> np.ndarray:
+        """Return how many squarings more the degree needs where |A|^(2m + 1) is large beside powers of its norm."""
+        largest, one = sizes(at, m)
+        some = np.broadcast_to((largest > 0) & (one > 0), at.shape)
+        log = np.log2(np.where(some, largest, 1)) + 2 * m * (np.log2(np.where(some, one, 1)) - squarings[at])
+        more = np.ceil((log - math.log2(ERROR[m]) - math.log2(float(np.finfo(dtype).eps) / 2)) / (2 * m))
+        return np.where(some, np.maximum(0, more), 0).astype(np.int64)
+
+    first, theta = np.maximum(d4, d6), np.maximum(d6, d8)
+    for m, limit in ((3, first), (5, first), (7, theta), (9, theta)):
+        if len(at := np.flatnonzero(left & (limit <= THETA[m]))):
+            at = at[excess(at, m) == 0]
+            degree[at], left[at] = m, False
+    if len(at := np.flatnonzero(left)):
+        theta = np.minimum(theta[at], np.maximum(d8[at], d10(at)))
+        squarings[at] = np.maximum(0, np.ceil(np.log2(np.where(theta > 0, theta, 1) / THETA[13])))
+        squarings[at] += excess(at, 13)
+    return degree, squarings
 
 
 def _squared(found: DistArray, a: DistArray, squarings: int) -> DistArray:
@@ -257,26 +281,15 @@ def _estimate(power: int, *factors: DistArray) -> float:
     return found
 
 
-def _excess(a: DistArray, m: int, squarings: int) -> int:
-    """Return how many squarings more the degree needs, by the norm of |A|^(2m + 1)."""
+def _sizes(a: DistArray, m: int) -> tuple[float, float]:
+    """Return the norm of |A|^(2m + 1), of a matrix divided by its norm, and this."""
     size = abs(a)
     one = as_number(size.sum(axis=0).max(), 1)
-    if not one:
-        return 0
-    size /= size.dtype.type(one)
+    size /= size.dtype.type(one or 1)
     v = ones(a.shape[0], grid=a.grid, dtype=size.dtype)
-    for _ in range(2 * m + 1):
+    for _ in range(2 * m + 1 if one else 0):
         v = v @ size
-    largest = as_number(v.max(), 0)
-    if not largest:
-        return 0
-    return int(_more(largest, one, m, squarings, a.dtype))
-
-
-def _more(largest: Any, one: Any, m: int, squarings: Any, dtype: Any) -> Any:
-    """Return how many squarings more the degree needs where |A|^(2m + 1) is so large beside powers of its norm."""
-    log = np.log2(largest) + 2 * m * (np.log2(one) - squarings) - math.log2(ERROR[m])
-    return np.maximum(0, np.ceil((log - math.log2(float(np.finfo(dtype).eps) / 2)) / (2 * m)))
+    return as_number(v.max(), 0), one
 
 
 # ------------------------------------------------------------------------------------------------ square root
@@ -605,45 +618,36 @@ def _exponentials_of(a: np.ndarray) -> np.ndarray:
 
     Norms of high powers are computed.  SciPy's loses two digits of some matrices (1.17.1).
     """
-    count = len(a)
-
-    def powers_of(a: np.ndarray) -> list[np.ndarray]:
-        second = a @ a
-        fourth = second @ second
-        return [second, fourth, second @ fourth, fourth @ fourth]
-
-    def norms(a: np.ndarray) -> np.ndarray:
-        found: np.ndarray = abs(a).sum(axis=-2).max(axis=-1).astype(np.float64)
+    powers = [a @ a]
+    powers.append(powers[0] @ powers[0])
+    powers += [powers[0] @ powers[1], powers[1] @ powers[1]]
+    roots = [_norms(p) ** (1 / (2 * k + 2)) for k, p in enumerate(powers)]
+    found, finite = np.empty_like(a), np.isfinite(roots).all(axis=0)
+    if not finite.all():  # powers are out of range
+        found[finite], a = _exponentials_of(a[finite]), a[~finite]
+        times = np.maximum(1, np.frexp(abs(a).max(axis=(-2, -1)))[1] + a.shape[-1].bit_length())
+        found[~finite] = _squares(_exponentials_of(_halved(a, times)), a, times)
         return found
-
-    powers = powers_of(a)
-    large = ~np.isfinite([norms(each) for each in powers]).all(axis=0)  # powers are out of range
-    before = np.zeros(count, np.int64)
-    if large.any():
-        before[large] = np.maximum(1, np.frexp(abs(a[large]).max(axis=(-2, -1)))[1] + a.shape[-1].bit_length())
-        given, a = a, _halved(a, before)
-        powers = powers_of(a)
-    d4, d6, d8 = (norms(powers[k]) ** (1 / (2 * k + 2)) for k in (1, 2, 3))
-    first, theta = np.maximum(d4, d6), np.maximum(d6, d8)
-    degree, squarings, left = np.full(count, 13), np.zeros(count, np.int64), np.ones(count, bool)
-    for m, limit in ((3, first), (5, first), (7, theta), (9, theta)):
-        at = np.flatnonzero(left & (limit <= THETA[m]))
-        at = at[_excesses(a[at], m, np.zeros(len(at))) == 0]
-        degree[at], left[at] = m, False
-    if len(at := np.flatnonzero(left)):
-        theta = np.minimum(theta[at], np.maximum(d8[at], norms(powers[1][at] @ powers[2][at]) ** (1 / 10)))
-        scale = np.where(theta > 0, np.log2(np.where(theta > 0, theta, 1) / THETA[13]), 0)
-        squarings[at] = np.maximum(0, np.ceil(scale))
-        squarings[at] += _excesses(a[at], 13, squarings[at])
-    found = np.empty_like(a)
+    degree, squarings = _chosen(
+        roots[1:], lambda at: _norms(powers[1][at] @ powers[2][at]) ** (1 / 10),
+        lambda at, m: _sizes_of(a[at], m), a.dtype,
+    )  # fmt: skip
     for m in np.unique(degree).tolist():
         at = np.flatnonzero(degree == m)
         some = [_halved(p[at], (2 * k + 2) * squarings[at]) for k, p in enumerate(powers)]
         odd, even = _pade_parts(_halved(a[at], squarings[at]), some, m)
         found[at] = np.linalg.solve(even - odd, even + odd)
-    if large.any():
-        a = given
-    squarings += before
+    return _squares(found, a, squarings)
+
+
+def _norms(a: np.ndarray) -> np.ndarray:
+    """Return the largest sums of the absolute values of a column of matrices."""
+    found: np.ndarray = abs(a).sum(axis=-2).max(axis=-1).astype(np.float64)
+    return found
+
+
+def _squares(found: np.ndarray, a: np.ndarray, squarings: np.ndarray) -> np.ndarray:
+    """Return what `_squared` does of each matrix, each with squarings of its own."""
     upper, lower = ~np.tril(a, -1).any(axis=(-2, -1)), ~np.triu(a, 1).any(axis=(-2, -1))
     for turn in range(int(squarings.max(initial=0)), -1, -1):
         if len(at := np.flatnonzero(squarings > turn)):
@@ -684,15 +688,11 @@ def _pade_parts(a: np.ndarray, powers: list[np.ndarray], m: int) -> tuple[np.nda
     return a @ (odd + kind(b[1]) * one), even + kind(b[0]) * one
 
 
-def _excesses(a: np.ndarray, m: int, squarings: np.ndarray) -> np.ndarray:
-    """Return what `_excess` does of each matrix."""
-    size = abs(a)
-    one = size.sum(axis=-2).max(axis=-1)
-    size /= np.where(one > 0, one, 1)[:, None, None]
+def _sizes_of(a: np.ndarray, m: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `_sizes` does of each matrix."""
+    size, one = abs(a), _norms(a)
+    size /= np.where(one > 0, one, 1).astype(size.dtype)[:, None, None]
     v = np.ones((len(a), 1, a.shape[-1]), size.dtype)
     for _ in range(2 * m + 1):
         v = v @ size
-    largest, one = v.max(axis=(-2, -1)).astype(np.float64), one.astype(np.float64)
-    some = (largest > 0) & (one > 0)
-    one, largest = np.where(some, one, 1), np.where(some, largest, 1)
-    return np.where(some, _more(largest, one, m, squarings, a.dtype), 0).astype(np.int64)
+    return v.max(axis=(-2, -1)).astype(np.float64), one

@@ -562,6 +562,7 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
         raise LinAlgError(f"cond is not defined on empty matrices, of shape {x.shape}")
     if p is not None:
         check_order("cond: p", p)
+    x = _near_one(x)
     if p in (None, 2, -2):
         s = svdvals(x)
         high, low = s.max(axis=-1), s.min(axis=-1)
@@ -590,6 +591,16 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+def _near_one(x: DistArray) -> DistArray:
+    """Return matrices, times powers of two if squares of their largest elements would leave the range."""
+    values = getattr(x, "data", x)  # those of a tensor
+    if not values.grid.backend.values or x.dtype.kind not in "fc":
+        return x
+    sizes = abs(values).max(axis=(-2, -1), keepdims=True)
+    units = sizes.like(values.grid.backend.from_host(kernels.units(kernels.to_host(sizes.block), squares=True)))
+    return x * units
+
+
 def _alone(x: DistArray, subset: Any = None) -> bool:
     """Return True if LAPACK, or the GPU's library, has all it needs on one rank."""
     return x.grid.size == 1 and subset is None

@@ -143,6 +143,10 @@ def test_powers(grid):
     for a in (np.array([[1, 2], [3, 4]]), np.array([[True, False], [True, True]]), np.array([[np.nan, 1], [2, 3]])):
         for n in (0, 1, np.int64(0)):
             same(np.linalg.matrix_power(placed(grid, a, 1), n), np.linalg.matrix_power(a, n))
+    for shape in ((5, 5), (3, 4, 4), (0, 0)):  # of booleans: which nodes of a graph are n steps apart
+        a = random(*shape) > 1
+        for n in (0, 1, 2, 3, 7):
+            same(linalg.matrix_power(placed(grid, a, n), n), np.linalg.matrix_power(a, n))
     stack = random(2, 3, 3)
     x = placed(grid, stack, 3)
     assert linalg.matrix_power(x, 0).layout == x.layout
@@ -333,6 +337,59 @@ def test_limits_of_all_kinds_of_numbers(grid):
             function(several, rtol=odd)
 
 
+def times_power(a, power):
+    """Return a times 2 to a power that need not be a number itself."""
+    one = np.ones(np.shape(power), a.real.dtype)
+    return a * np.ldexp(one, np.asarray(power) // 2) * np.ldexp(one, power - np.asarray(power) // 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("extreme", ["large", "small", "subnormal", "both", "some"])
+def test_norms_whose_sums_leave_the_range(grid, dtype, extreme):
+    """They are as accurate as those of numbers near 1, as LAPACK's are: of vectors, matrices and stacks."""
+    limits = np.finfo(dtype)
+    large, small = limits.maxexp - 20, limits.minexp + limits.nmant
+    lead = {"large": (large, large * 3 // 4), "small": (small, small * 2 // 3), "subnormal": (limits.minexp - 4,) * 2}
+    power = np.array(lead.get(extreme, (large, small)))[:, None, None]
+    base = (random(2, 5, 5, dtype=complex if dtype.startswith("c") else float) + 3 * np.eye(5)).astype(dtype)
+    if extreme == "some":  # lines of one matrix differ
+        power = np.broadcast_to(power.ravel(), (2, 5, 2))[..., [0, 1, 0, 1, 0]]
+    a = times_power(base, power)
+    exact = times_power(a, -power).astype(np.result_type(dtype, np.float64))
+
+    def agree(got, want, power):
+        want = times_power(want, np.broadcast_to(power, want.shape))
+        assert got.dtype == limits.dtype
+        assert np.isfinite(want).all()
+        np.testing.assert_allclose(got.gather(), want, rtol=300 * limits.eps, atol=2 * limits.smallest_subnormal)
+
+    x = placed(grid, a, 1)
+    for order in (0.5, 1, 2, 3, -1, -2, -2.5, INF, -INF):
+        want = np.linalg.norm(exact, order, axis=1)
+        agree(linalg.vector_norm(x, axis=1, ord=order), want, power[:, 0])
+        agree(np.linalg.norm(x, order, 1, True), want[:, None], power[:, :1])
+        if extreme != "some":
+            want = np.linalg.norm(exact.reshape(2, 25), order, axis=1)
+            agree(linalg.vector_norm(x, axis=(1, 2), ord=order), want, power[:, 0, 0])
+    for order in (1, -1, 2, -2, INF, -INF, "fro", "nuc") if extreme != "some" else ():
+        want = np.linalg.norm(exact, order, (1, 2))
+        agree(linalg.matrix_norm(x, ord=order), want, power[:, 0, 0])
+        agree(np.linalg.norm(x[0], order), want[0], power[0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_conditions_of_the_whole_range_of_all_orders(grid, dtype):
+    limits, base = np.finfo(dtype), random(2, 4, 4, dtype=complex if dtype.startswith("c") else float) + 3 * np.eye(4)
+    for power in (limits.maxexp - 4, limits.maxexp // 2, limits.minexp // 2, limits.minexp - 4):
+        a = times_power(base.astype(dtype), power)
+        exact = times_power(a, -power).astype(np.result_type(dtype, np.float64))
+        for p in (None, 1, -1, 2, -2, INF, -INF, "fro", "nuc"):
+            for at in ((), (0,)):
+                got, want = linalg.cond(placed(grid, a[at], 1), p), np.linalg.cond(exact[at], p)
+                assert got.dtype == limits.dtype
+                np.testing.assert_allclose(got.gather(), want, rtol=1000 * limits.eps)
+
+
 @pytest.mark.parametrize("size", [1e-310, 1e-300, 1.0, 1e300])
 def test_conditions_of_the_whole_range(grid, size):
     """NumPy's finds no singular values of an inverse that overflows."""
@@ -478,6 +535,30 @@ def test_solutions_by_factors(grid):
                 solve(odd, y)
 
 
+@pytest.mark.parametrize("shape", [(3, 3), (9, 3, 3), (2, 3, 3)])
+def test_solutions_by_factors_name_the_function_that_was_called(grid, shape):
+    a = np.broadcast_to(np.eye(3), shape).copy()
+    x, flag = placed(grid, a), pla.ones(2, grid, dtype=bool)
+    nan = placed(grid, np.full((*shape[:-1], 2), np.nan))
+    half, many = pla.ones((*shape[:-1], 2), grid, dtype=np.float16), pla.ones((4, 2), grid)
+    odd = {
+        "takes DistArrays, not list": [1.0], "takes finite numbers; the array has": nan,
+        "takes float32, .*, not float16": half, r"takes right-hand sides of shape \(3,\)": many,
+        "takes vectors and matrices as right-hand sides": pla.ones((), grid),
+    }  # fmt: skip
+    for name, make in (("lu_solve", linalg.lu_factor), ("cho_solve", linalg.cho_factor)):
+        solve, factors = getattr(linalg, name), [make(x), make(pla.Tensor(x))]
+        for words, b in odd.items():
+            for called, run in ((name, lambda f, b: solve(f, b)), ("solve", lambda f, b: f.solve(b))):
+                for factor in factors[: 1 + (b is nan)]:
+                    with pytest.raises((TypeError, ValueError), match=f"^{called} {words}"):
+                        run(factor, b)
+    with pytest.raises(ValueError, match=r"^lu_solve: adjoint is True or False, not a DistArray"):
+        linalg.lu_solve(linalg.lu_factor(x), many, adjoint=flag)
+    with pytest.raises(linalg.LinAlgError, match="the matrix is singular"):
+        linalg.lu_solve(linalg.lu_factor(x * 0), many[:3])
+
+
 def test_products_and_inverses_of_many_dims(grid):
     """`linalg` has NumPy's names for them."""
     matrices = [random(2, 7), random(7, 3, seed=1), random(3, seed=2)]
@@ -550,6 +631,30 @@ def test_arrays_given_as_flags(grid):
         linalg.qr(pla.Tensor(a), pivoting=flag)
     assert len(linalg.qr(a, pivoting=flag.any())) == 3
     assert linalg.svd(a[:, :2], full_matrices=~flag.all()).U.shape == (4, 2)
+
+
+@pytest.mark.parametrize("home", [pla.DistArray, pla.Tensor, pla])
+def test_arrays_given_as_flags_of_methods(grid, home):
+    """Those of arrays and tensors, and the functions of `parlinalg` on arrays: by the name of what is called."""
+    array, told = placed(grid, np.eye(4) + 0.1), 0
+    further = {"astype": float, "reshape": (16,), "top_k": 1, "digitize": array[0], "fill_diagonal": 1.0}
+    further |= dict.fromkeys(("quantile", "percentile", "nanquantile", "nanpercentile"), 0.5)
+    further |= dict.fromkeys(("allclose", "array_equal", "isclose", "intersect1d", "setdiff1d", "setxor1d"), array)
+    others = {"array", "linspace", "explicit", "einsum", "einsum_path", "plan_linalg", "plan_training"}
+    others |= {"overwrite_input", "sorted", "assume_unique"}  # not taken here
+    for name in pla.__all__ if home is pla else dir(home):
+        function = getattr(home, name)
+        if not isfunction(function) or name.startswith("_") or name in others:
+            continue
+        for flag in {flag for _, flag in flags_of(function)} - others:
+            for value in (pla.ones(3, grid), pla.Tensor(pla.ones(3, grid)), np.ones(2)):
+                kind, error = type(value).__name__, TypeError if isinstance(value, pla.Tensor) else ValueError
+                first = pla.Tensor(array) if home is pla.Tensor else array
+                words = rf"^(np\.)?{name}: {flag} is True or False, not a {kind} of shape"
+                with pytest.raises(error, match=words):
+                    function(first, *([further[name]] if name in further else []), **{flag: value})
+                told += 1
+    assert told > 30
 
 
 def test_arrays_given_as_words_or_orders(grid):
