@@ -295,38 +295,39 @@ SHORT = """- Each setting here is one run, in which the doctor measured the mach
   say little: the same day a run of pipelines on 2 ranks whose interleaved steps took 1,500 to 1,970 ms was 24% off at
   worst, and of GPTs on 4 ranks 10.8%; these two had pairs of steps in the wrong order, and one of pipelines on 4 ranks
   had one. Here are the runs of idle cores.
-- Steps of the schemes on emulated hosts are told 3 to 10% too fast, those of the plans are not. In the steps a sum of
-  1 MiB over 8 ranks takes 82 ms from the last rank's start (1.12 times the link's time), alone 79, and ranks come to it
-  a few milliseconds apart. ZeRO 3 at 1 Gbit/s, whose gathers are in flight while ranks compute, is told 16% too fast.
+- Steps of the schemes on emulated hosts are predicted 3 to 10% too fast, those of the plans are not. In the steps a
+  sum of 1 MiB over 8 ranks takes 82 ms from the last rank's start (1.12 times the link's time), alone 79, and ranks
+  come to it a few milliseconds apart. ZeRO 3 at 1 Gbit/s, whose gathers are in flight while ranks compute, is
+  predicted 16% too fast.
 - Until 2026-11-28 hosts had the machine's own congestion control, BBR, and links that let 128 to 256 KiB pass at once
-  after a pause. On such links 2.5D on 2 × 2 × 2 takes 555 and 566 ms with BBR, 443 with Reno, in turns. 3D was told 7
-  to 13% too fast on the 27th, up to 3 pairs of 38 were in the wrong order, and no cause was found. With BBR exchanges
-  of 128 KiB between two ranks took 9 to 13 ms in some runs and 5.5 in others, where the link takes 5.2, all-to-alls of
-  64 KiB 3.5 times the link's time; with Reno all collectives of 16 to 256 KiB among 2, 4 and 8 ranks take 1.05 times,
-  whatever was before. With Reno and the old links alone forms with short operations were told 6 to 15% too slow, as
-  what followed computing was for nothing: the links' burst is what they carry in 0.8 ms now. Both were changed after
-  single operations, with the tables above in sight.
+  after a pause. On such links 2.5D on 2 × 2 × 2 takes 555 and 566 ms with BBR, 443 with Reno, in turns. 3D was
+  predicted 7 to 13% too fast on the 27th, up to 3 pairs of 38 were in the wrong order, and no cause was found. With
+  BBR exchanges of 128 KiB between two ranks took 9 to 13 ms in some runs and 5.5 in others, where the link takes 5.2,
+  all-to-alls of 64 KiB 3.5 times the link's time; with Reno all collectives of 16 to 256 KiB among 2, 4 and 8 ranks
+  take 1.05 times, whatever was before. With Reno and the old links alone forms with short operations were predicted 6
+  to 15% too slow, as what followed computing was for nothing: the links' burst is what they carry in 0.8 ms now. Both
+  were changed after single operations, with the tables above in sight.
 - What others used is the most of a half second before each round and of all rounds together; on the emulated hosts it
   was the half second after the doctor.
 - On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), and a rank that waits polls, yielding its
   core between two looks. The hosts of a core are in one control group: a yield passes the core on within a group only,
   and Hydra starts each host's ranks in a session, which Linux gives a group of its own (autogroup).
-- Most of what pipelines were told too fast was computing. In 256 tokens' forward pass of a layer the processor time of
-  a rank was 12 to 13 ms where 9 were told: products take 10% longer beside seven other ranks, the interpreter, whose
-  data four ranks push out of a core's cache in turn, twice as long, and both up to 20% longer while a message is
-  awaited. Passes of pipelines that span nodes take this last (`slowdown`) now, and the doctor measures it with layers
-  that are mostly the interpreter's time, beside products.
+- Most of the error of pipelines predicted too fast was in computing. In 256 tokens' forward pass of a layer the
+  processor time of a rank was 12 to 13 ms where 9 were predicted: products take 10% longer beside seven other ranks,
+  the interpreter, whose data four ranks push out of a core's cache in turn, twice as long, and both up to 20% longer
+  while a message is awaited. Passes of pipelines that span nodes take this last (`slowdown`) now, and the doctor
+  measures it with layers that are mostly the interpreter's time, beside products.
 - The machine's speed changes within minutes: the doctor's overhead of an operation was 75 to 130 µs in runs of a day.
-- With all hosts in one control group, as until 2026-11-26, about one run in five at 200 Mbit/s did not end, and of the
-  last of the plans about half. In the one that was looked into most, the ranks waited for one whose main thread stood
-  in the kernel, waiting for a lock of its memory (`vma_prepare`). A thread of the kernel on the same core (khugepaged,
-  which merges pages) could run and did not, nor did others outside the group, beside three ranks that waited and
-  yielded: by the scheduler's own account the group had had less time after 0.66 s of running than before. Linux 6.18
-  gives a group that is busy on several cores another weight at every tick, and loses count by that ("sched/fair: Revert
-  6d71a9c61604", February 2026, mends it). Since each core's hosts are a group, whose weight stays, all runs have ended:
-  ten of the plans at 200 Mbit/s, and those of the schemes' tables. At 1 Gbit/s, where links carry more, the errors had
-  been 7.4% in the median and 13.0% at worst before, every form slower than told (another test ran beside that run);
-  plans there were measured before.
+- With all hosts in one control group, as until 2026-11-26, about one run in five at 200 Mbit/s did not end, and of
+  the last of the plans about half. In the one that was looked into most, the ranks waited for one whose main thread
+  stood in the kernel, waiting for a lock of its memory (`vma_prepare`). A thread of the kernel on the same core
+  (khugepaged, which merges pages) could run and did not, nor did others outside the group, beside three ranks that
+  waited and yielded: by the scheduler's own account the group had had less time after 0.66 s of running than before.
+  Linux 6.18 gives a group that is busy on several cores another weight at every tick, and loses count by that
+  ("sched/fair: Revert 6d71a9c61604", February 2026, mends it). Since each core's hosts are a group, whose weight
+  stays, all runs have ended: ten of the plans at 200 Mbit/s, and those of the schemes' tables. At 1 Gbit/s, where
+  links carry more, the errors had been 7.4% in the median and 13.0% at worst before, every form slower than predicted
+  (another test ran beside that run); plans there were measured before.
 - The doctor takes medians of four passes over all operations, and lets none take longer than one among more ranks or of
   more bytes. This statistic was chosen with an earlier table for 1 Gbit/s in sight.
 - Operations in flight take 1.3 to 1.8 times as long while ranks compute at 1 Gbit/s (1.0 to 1.1 times at 200 Mbit/s),
@@ -338,7 +339,7 @@ SHORT = """- Each setting here is one run, in which the doctor measured the mach
 - What a byte costs a core beside computing (`processor`) was measured between 1.2 and 2.9 ns in several runs.
 - Plans are for the machine's files of the runs of the schemes above, measured an hour before, and of two rounds of 3
   steps. Each of the six that is chosen is the fastest measured one. Until 2026-11-28, with BBR, chosen pipelines were
-  told 13 to 17% too fast at 200 Mbit/s.
+  predicted 13 to 17% too fast at 200 Mbit/s.
 - Ranks that the system places stay on the cores they have come to. On 2 cores, 2 of 4 ranks that compute for 16
   ms while the others wait for a message take 1.4 times as long as alone, 3 take 1.7 times, which is what
   cores dealt out by chance make (1.3 and 1.7); for 64 ms 1.1 and 1.6 times, as the system then moves one of
@@ -353,12 +354,17 @@ Written by `python bench/foresight/published.py --write`. What is predicted come
 [machine's file](guide/machines.md); the files have figures of the hardware, of kernels and of collectives, with their
 sources, and none of a training step.
 
+On real ranks steps of small GPTs are predicted to a few percent in the median, and memory within 3%; every table has
+its errors, or its median and worst error below it. Published steps on GPUs were made by other systems: look at the
+column with their kernels or with fused attention, not at that of the library's program, whose kernels differ. How
+right a plan of your own is depends on its machine's file: [measure it](guide/machines.md#a-file-of-your-own).
+
 ## Steps on real ranks
 
 By `bench/foresight/measured.py`: each form's program runs on real ranks, and on imagined ones, whose events run on the
 machine that `parlinalg doctor --machine` measures in the same run or just before. The goals are errors of at most 10%
 in the median, at worst 10% on one machine and 20% on emulated hosts, and the right order of all pairs further
-apart than 10%.  The last runs on one machine are shown.
+apart than 10%. The last runs on one machine are shown.
 
 On another machine, 2 cores of an Intel Xeon whose speed changes by a quarter within an hour, predictions for 2 ranks
 were off on 2026-11-28 by 8.3% in the median and 12% at worst for training, always too fast, and by 8.0% and 10.4% for
@@ -368,13 +374,13 @@ On a third machine, 2 cores of an AMD EPYC of another family, that day: on 2 ran
 at worst, pipelines 3.1% and 6.6%; on 4 ranks 4.6% and 8.0%, and 0.7% and 2.3%. One pair was in the wrong order:
 ZeRO 2 and 3 on 4 ranks (measured 1,075 and 1,211 ms, predicted 1,118 and 1,113).
 
-Emulated hosts were other hosts until 2026-11-28, as said below: with their links predictions were off by 3.6 to 5.9%
-in the median and 12 to 18% at worst at 200 Mbit/s, with up to 3 pairs in the wrong order, and by 2.9 to 8.0% and 7 to
-18% at 1 Gbit/s, with one at most.
+Until 2026-11-28 emulated hosts had other links ([below](#what-falls-short)): with these, predictions were off by 3.6
+to 5.9% in the median and 12 to 18% at worst at 200 Mbit/s, with up to 3 pairs in the wrong order, and by 2.9 to 8.0%
+and 7 to 18% at 1 Gbit/s, with one at most.
 
 {measured}
 
-What falls short, and why:
+### What falls short
 
 {short}
 
@@ -391,7 +397,7 @@ States on a disk are not compared: what reads or writes files is not imagined.
 
 The library's GPT is run without values on imagined ranks, by `bench/foresight/systems.py`: its tape, reducer, ZeRO,
 pipeline schedules, recomputation and optimizer, one rank of each class. The traces are timed on the file `a100`, the
-same for all tables. Two predictions stand beside each published figure:
+same for all tables. Up to three predictions stand beside each published figure:
 
 - *The library's program*, as traced, with its own kernels. Attention of 16-bit floats has 16-bit products, between
   which a kernel passes over a block of scores in memory; until 2026-11-26 it was counted as tiles in TF32.
