@@ -89,7 +89,7 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm)
         best, y = math.inf, None
         for i in range(ROUNDS + 1):
             form, inputs = tree_flatten(x)
-            leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
+            leaves: list[Any] = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
             arrays = isinstance(x, DistArray)  # ids, as the layer takes them
             whole = tree_unflatten(form, [t.data if arrays and not t.requires_grad else t for t in leaves])
             began = perf_counter()
