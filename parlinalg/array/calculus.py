@@ -59,6 +59,8 @@ def gradient(f: Any, *spacings: Any, axis: Any = None, edge_order: int = 1) -> A
     if not isinstance(f, DistArray):
         operand(f, "gradient")
         raise TypeError(f"np.gradient takes a DistArray here, not {f!r}")
+    if f.dtype.kind == "b":
+        raise TypeError("np.gradient of booleans, which are not subtracted; take astype(float)")
     f = settled(f, "gradient")
     f = f.astype(np.float64) if f.dtype.kind in "biu" else f
     dims = tuple(range(f.ndim)) if axis is None else dims_of(axis, f.ndim)
@@ -246,11 +248,10 @@ def apply_along_axis(func1d: Any, axis: int, arr: DistArray, *args: Any, **kwarg
     others = [() if i == d else c for i, c in enumerate(a.layout.dims)]
     shape = [0 if i == d else n for i, n in enumerate(a.shape)]
     a = a.redistribute(spread(shape, cut, others) if a.ndim > 1 else Layout(None))
-    lines = a.size // a.shape[d] if a.shape[d] else 0
-    if not lines:
+    if 0 in shape[:d] + shape[d + 1 :]:
         raise ValueError("Cannot apply_along_axis when any iteration dimensions are 0")
     found = problem = None
-    if grid.inside and a.block.size:
+    if grid.inside and 0 not in a.block.shape[:d] + a.block.shape[d + 1 :]:
         try:
             found = np.apply_along_axis(func1d, d, grid.backend.to_host(a.block), *args, **kwargs)
         except Exception as error:

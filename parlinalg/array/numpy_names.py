@@ -171,12 +171,15 @@ def _nanmean(
     a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, where: Any = True
 ) -> DistArray:
     a = reductions.settled(_array(a, "nanmean"), "nanmean")
-    return _mean(a, axis, dtype, out, keepdims, _not_nan(a, where))
+    return _mean(a, axis, dtype, out, keepdims, _not_nan(a, where, dtype, "nanmean"))
 
 
-def _not_nan(a: DistArray, where: Any) -> Any:
+def _not_nan(a: DistArray, where: Any, dtype: Any, name: str) -> Any:
+    """Return the mask of the elements that count; refuse to compute with floating numbers in another kind of dtype."""
     if a.dtype.kind not in "fcV":
         return where
+    if dtype is not None and np.dtype(dtype).kind not in "fcV":
+        raise TypeError(f"np.{name}: of an array of {a.dtype} dtype is a floating one too, not {np.dtype(dtype)}")
     found = np.equal(a, a)
     return found if where is True else np.logical_and(found, where)
 
@@ -188,7 +191,7 @@ def _nan_spread(name: str, root: bool) -> Callable[..., DistArray]:
     ) -> DistArray:  # fmt: skip
         a = reductions.settled(_array(a, name), name)
         ddof = ddof if correction is None else correction
-        where = _not_nan(a, where)
+        where = _not_nan(a, where, dtype, name)
         found = reductions.variance(a, axis, ddof, bool(keepdims), dtype, root, where, mean)
         if ddof and where is not True:  # NumPy: NaN where there are no more elements than ddof
             few = np.less_equal(reductions.number_of(where, a, axis, bool(keepdims)), ddof)
@@ -419,7 +422,7 @@ def _ravel_multi_index(multi_index: Any, dims: Any, mode: Any = "raise", order: 
         raise TypeError(f"np.ravel_multi_index(mode={mode!r}, order={order!r}) is not defined on distributed arrays")
     found: Any = 0
     for index, n in zip(multi_index, dims, strict=True):
-        if mode == "raise" and (np.min(index) < 0 or np.max(index) >= n):
+        if mode == "raise" and np.size(index) and (np.min(index) < 0 or np.max(index) >= n):
             raise ValueError(f"np.ravel_multi_index: an index lies outside of a dim of {n} items")
         index = index % n if mode == "wrap" else np.clip(index, 0, n - 1) if mode == "clip" else index
         found = found * n + index
@@ -530,6 +533,8 @@ def _diagflat(v: Any, k: int = 0) -> DistArray:
 @handles(np.ediff1d)
 def _ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> DistArray:
     a = shapes.reshape(_array(ary, "ediff1d"), (ary.size,))
+    if a.dtype.kind == "b":
+        raise TypeError("np.ediff1d of booleans, which are not subtracted; np.diff tells where they differ")
     ends = [None if v is None else v if isinstance(v, DistArray) else create.asarray(v, grid=a.grid)
             for v in (to_begin, to_end)]  # fmt: skip
     begin, end = (None if v is None else shapes.reshape(v, (v.size,)).astype(a.dtype) for v in ends)

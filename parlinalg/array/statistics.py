@@ -235,6 +235,9 @@ def quantile(
         raise ValueError(f"np.{name} takes the methods {', '.join(METHODS)}, not {method!r}")
     dims = dims_of(axis, a.ndim)
     size = math.prod(a.shape[d] for d in dims)
+    if not size and ignore_nan:
+        nothing = mean(a, dims, None, keepdims)  # NaNs
+        return _NUMPY.broadcast_to(nothing, (*given.shape, *nothing.shape)).copy()
     if not size:
         raise IndexError(f"np.{name} over dims {dims} of an array of shape {a.shape}, which has no elements there")
     flat = given.reshape(-1)

@@ -230,6 +230,37 @@ def test_neighbours(grid):
                 same(np.correlate(x, y, mode), np.correlate(a, v, mode), 1e-14)
 
 
+@pytest.mark.core
+def test_functions_of_no_elements(grid):
+    """They give what NumPy's do where a dim has no elements; of no numbers the quantile is NaN."""
+    for layout in sampled(grid, 2, 4):
+        lines = terms(numbers((3, 0)), grid, layout)
+        for axis in (0, 1):
+            with warnings.catch_warnings(action="ignore"):
+                want = np.nanquantile(np.zeros((3, 0)), 0.5, axis)
+                same(np.nanquantile(lines, 0.5, axis), want)
+                same(np.nanpercentile(lines, 50, axis, keepdims=True), np.expand_dims(want, axis))
+        same(np.nanquantile(lines, [0.25, 0.5], 1), np.full((2, 3), np.nan))
+        same(np.apply_along_axis(np.sum, 1, lines), np.zeros(3))
+        with pytest.raises(ValueError, match="any iteration dimensions are 0"):
+            np.apply_along_axis(np.sum, 0, lines)
+        with pytest.raises(IndexError, match="has no elements there"):
+            np.quantile(lines, 0.5, 1)
+        none = terms(numbers((3, 0), int), grid, layout)
+        same(np.ravel_multi_index((none, none), (2, 3)), np.zeros((3, 0), int))
+
+
+@pytest.mark.core
+def test_dtypes_that_numpy_refuses(grid):
+    x, some = placed(numbers((5,)), grid, Layout(None)), placed(np.arange(5) > 2, grid, Layout(grid.axes))
+    for function in (np.nanmean, np.nanvar, np.nanstd):
+        with pytest.raises(TypeError, match=f"np.{function.__name__}: of an array of float64 dtype is a floating one"):
+            function(x, dtype=np.int64)
+    for function in (np.ediff1d, np.gradient):
+        with pytest.raises(TypeError, match=f"np.{function.__name__} of booleans"):
+            function(some)
+
+
 def test_a_gradient_moves_the_edges_only(grid):
     x = placed(numbers((32 * grid.size, 3)), grid, Layout(grid.axes, None))
     with pla.ledger(grid) as book:
