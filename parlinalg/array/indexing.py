@@ -284,6 +284,8 @@ def setitem(a: DistArray, key: Any, value: Any, *, add: bool = False) -> None:
 def _brought(value: Any, a: DistArray) -> Any:
     """Return a value as a DistArray on the grid of `a`, with nothing left to sum, or as a scalar if it has no dims."""
     if not isinstance(value, DistArray):
+        if type(value) is int and a.dtype.kind in "iu":
+            return a.dtype.type(value)  # out of its range an error on all ranks
         value = np.asarray(value) if not hasattr(value, "dtype") else value
         if not value.ndim:
             return value[()]  # no array of the host, which a GPU does not take

@@ -601,10 +601,11 @@ def _fill_diagonal(a: Any, val: Any, wrap: bool = False) -> None:
 
 @handles(np.copyto)
 def _copyto(dst: Any, src: Any, casting: Any = "same_kind", where: Any = True) -> None:
-    dst = _array(dst, "copyto")
-    if not np.can_cast(getattr(src, "dtype", np.asarray(src).dtype if not isinstance(src, DistArray) else src.dtype),
-                       dst.dtype, casting) and hasattr(src, "dtype"):  # fmt: skip
-        raise TypeError(f"np.copyto: {src.dtype} does not become {dst.dtype} under casting={casting!r}")
+    dst, number = _array(dst, "copyto"), {bool: "?", int: "u1", float: "f2", complex: "F"}.get(type(src))
+    kind = number or (src if hasattr(src, "dtype") else np.asarray(src)).dtype
+    if not np.can_cast(kind, dst.dtype, "same_kind" if number and casting != "unsafe" else casting):
+        what = repr(src) if number else kind
+        raise TypeError(f"np.copyto: {what} does not become {dst.dtype} under casting={casting!r}")
     dst[...] = src if where is True else np.where(where, src, dst)
 
 

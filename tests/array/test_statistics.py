@@ -259,6 +259,23 @@ def test_dtypes_that_numpy_refuses(grid):
     for function in (np.ediff1d, np.gradient):
         with pytest.raises(TypeError, match=f"np.{function.__name__} of booleans"):
             function(some)
+    held, given = np.arange(5), placed(np.arange(5), grid, Layout(grid.axes))
+    short = given.astype(np.int8)
+    for key in (0, slice(1, 3), given > 2, given):
+        with pytest.raises(OverflowError, match="Python integer 300 out of bounds for int8"):
+            short[key] = 300
+    same(short, held.astype(np.int8))
+    for value in (True, 7, -1, 2.5, 1j, [1, 2, 3, 4, 5], [0.5]):
+        for dtype in (bool, np.int8, np.uint16, int, np.float32, complex):
+            want, got = held.astype(dtype), given.astype(dtype)
+            try:
+                np.copyto(want, value)
+            except (TypeError, OverflowError) as error:
+                with pytest.raises(type(error)):
+                    np.copyto(got, value)
+            else:
+                np.copyto(got, value)
+                same(got, want)
 
 
 def test_a_gradient_moves_the_edges_only(grid):
