@@ -110,7 +110,7 @@ class Node:
         self.grad: DistArray | None = None
         self.owner: weakref.ref[Parameter] | None = None
         self.takes_partial = takes_partial
-        self.late = bool(sources) and recompute is None and all(source.late for source in sources) and not any(
+        self.late: bool = bool(sources) and recompute is None and all(source.late for source in sources) and not any(
             is_array(s) or type(s) is PackedArray for rule in self.rules() for s in rule.saved
         )  # fmt: skip
 
