@@ -281,7 +281,10 @@ def test_what_the_configuration_offloads_rests_there():
         ({"ranks": 0}, "ranks=0: a plan takes a whole number of at least 1"),
         ({"ranks": 10**20}, f"ranks={10**20}: a plan takes at most 1,000,000"),
         ({"ranks": 2, "global_batch": 10**20}, f"global_batch={10**20}: a plan takes at most 9,007,199,254,740,992"),
-        ({"ranks": 2, "global_batch": 1 << 53, "parallel": {"pipeline": 1, "sequence": 1}, "zero": 0}, "elements"),
+        (
+            {"ranks": 2, "global_batch": 1 << 53, "parallel": {"data": 2}, "gradient_accumulation": 1},
+            "no candidate can train this model on 2 ranks",
+        ),
         ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
         ({"ranks": 2, "memory": "many"}, "memory is a number of bytes of at least 0"),
         ({"ranks": 2, "memory": "1e400"}, "within the range of floats, not '1e400'"),
