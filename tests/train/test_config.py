@@ -327,7 +327,7 @@ def test_files_that_are_missing_or_fail_are_named(tmp_path: Path) -> None:
     file.write_text("seed = 1\nfrom pathlib import Path\nPath('nowhere/else.txt').read_text()\n")
     refused(lambda: load(file), "config.py fails near line 3", "FileNotFoundError")  # its own line, not pathlib's
     file.write_text("seed = 1\0")
-    refused(lambda: load(file), "config.py fails: SyntaxError")
+    refused(lambda: load(file), "config.py fails: ", "null bytes")  # a ValueError or a SyntaxError
 
 
 def test_messages_have_no_traces_of_code() -> None:
