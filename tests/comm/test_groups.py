@@ -68,6 +68,7 @@ def test_more_communicators_than_mpi_has(comm: Comm) -> None:
 def test_many_small_operations_leave_nothing(comm: Comm, full: bool) -> None:
     block = np.zeros(8, np.float32)
     half = np.zeros(8, np.float16)
+    others = set(comm._under_way)  # that another test left
     for _ in range(200):
         comm.all_reduce(block)
     gc.collect()
@@ -79,7 +80,7 @@ def test_many_small_operations_leave_nothing(comm: Comm, full: bool) -> None:
         comm.all_reduce(half, wait=False).wait()
     gc.collect()
     assert len(gc.get_objects()) - before < 100
-    assert not comm._under_way
+    assert set(comm._under_way) <= others
 
 
 def test_open(comm: Comm) -> None:
