@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import algorithms, ledger, shared
-from parlinalg.comm.shared import Meeting, Passing, beside, shared_array, terms
+from parlinalg.comm.shared import Meeting, Passing, beside, lasting_array, shared_array, terms
 
 pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
 
@@ -53,6 +53,20 @@ def test_it_grows_and_leaves_no_file(group) -> None:
             array[group.rank] = 1 + group.rank
             group.barrier()
             assert list(array[: group.size]) == [1 + r for r in range(group.size)]
+
+
+def test_memory_that_lasts_is_used_again_once_no_rank_has_it(group) -> None:
+    first = lasting_array(group, 1000, np.float64)
+    first[group.rank] = 1 + group.rank
+    second = lasting_array(group, 1000, np.float64)  # beside the first
+    assert not np.shares_memory(first, second)
+    second[:] = 0
+    group.barrier()
+    assert list(first[: group.size]) == [1 + r for r in range(group.size)]
+    at = second.ctypes.data
+    del second
+    again = lasting_array(group, 900, np.float64)
+    assert again.ctypes.data == at
 
 
 def test_small_nested_and_switched_off_uses_get_none(group, monkeypatch: pytest.MonkeyPatch) -> None:
