@@ -8,9 +8,13 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -129,9 +133,9 @@ def _limit(name: str) -> int | None:
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
-def _set_openblas(threads: int) -> None:
-    """Set the threads of the OpenBLAS in NumPy's wheel, and in SciPy's if that is loaded, where there is one."""
-    for package in ("numpy", "scipy.linalg"):
+def _set_openblas(threads: int, packages: Sequence[str] = ("numpy", "scipy.linalg")) -> None:
+    """Set the threads of the OpenBLAS in the wheels of packages that are loaded, where there is one."""
+    for package in packages:
         for symbol in SETTERS if package in sys.modules else ():
             if (function := _in_openblas(symbol, package)) is not None:
                 function(threads)
@@ -166,6 +170,57 @@ def blas_threads() -> int | None:
     """Return the threads of the OpenBLAS inside NumPy's wheel; None if there is none."""
     function = _in_openblas("scipy_openblas_get_num_threads64_")
     return None if function is None else int(function())
+
+
+class Workers:
+    """So many threads of this process, this one among them, that compute side by side."""
+
+    def __init__(self, count: int, others: Executor) -> None:
+        self.count, self._others = count, others
+
+    def run(self, tasks: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Call functions, in their order as threads become free, and return their results.
+
+        What one of them raises is raised when the others have ended.
+        """
+        left: SimpleQueue[tuple[int, Callable[[], Any]]] = SimpleQueue()
+        for numbered in enumerate(tasks):
+            left.put(numbered)
+        results = [None] * left.qsize()
+
+        def work() -> None:
+            with suppress(Empty):
+                while True:
+                    i, task = left.get_nowait()
+                    results[i] = task()
+
+        others = [self._others.submit(copy_context().run, work) for _ in range(self.count - 1)]
+        try:
+            work()
+        finally:
+            wait(others)
+        for each in others:
+            each.result()
+        return results
+
+
+@contextmanager
+def workers(most: int) -> Iterator[Workers]:
+    """Give NumPy's BLAS one thread, and of the threads that it had up to `most` to `Workers`.
+
+    OpenBLAS shares out every call among its threads and waits for all of them.  Work that is not all products is done
+    sooner by threads that each call a BLAS of one thread.  Where NumPy has another BLAS there is one worker.
+    """
+    threads = blas_threads() or 1
+    count = max(1, min(threads, most))
+    with ThreadPoolExecutor(max(1, count - 1)) as others:  # starts none before it is used
+        if count > 1:
+            _set_openblas(1, ["numpy"])
+        try:
+            yield Workers(count, others)
+        finally:
+            if count > 1:
+                _set_openblas(threads, ["numpy"])
 
 
 # ------------------------------------------------------------------ products that are added

@@ -7,12 +7,15 @@ conditioned (Demmel, Grigori, Hoemmen and Langou, 2012).  Its reflections are th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import blas, namespace
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm, Handle
 from parlinalg.comm.shared import SharedCollectives
@@ -23,6 +26,10 @@ from parlinalg.linalg.tiles import Tiles
 NEAR = 0.1
 """The largest difference of an element between a Gram matrix and I with which one more Cholesky factor makes columns
 orthonormal to working precision."""
+
+
+PART, WIDE = 256, 512
+"""The fewest and the most columns that one of several threads of a rank updates at once, if it has so many."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,42 @@ class QR(Panels):
         self.keeps_panels = keep and tiles.R == 1 and not hold_once
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
+
+    def _workers(self, width: int) -> AbstractContextManager[blas.Workers]:
+        """Return the threads that share this many columns: one, unless a rank has the grid to itself, on the host."""
+        alone = self.tiles.grid.size == 1 and isinstance(self.a, np.ndarray)
+        return blas.workers(width // (2 * PART) if alone else 1)
+
+    def _shares(self, first: int, width: int, threads: int) -> list[tuple[int, int]]:
+        """Return the bounds of columns from the first one on, as threads update them at once."""
+        part = min(max(width // (4 * threads), PART), WIDE) if threads > 1 else max(width, 1)
+        return [(start, min(start + part, width)) for start in range(first, max(width, 1), part)]
+
+    def _run(self, n: int, size: int) -> None:
+        with self._workers(len(self.columns)) as workers:
+            if workers.count == 1:
+                super()._run(n, size)
+                return
+            step = None
+            for k in range(0, n, size):
+                b = min(size, n - k)
+                (handle, panel), *_ = workers.run(
+                    [partial(self._next, step, k, b), *self._updates(step, k + b, workers.count)]
+                )
+                handle.wait()
+                step = self.take(k, b, panel)
+            workers.run(self._updates(step, n, workers.count))
+
+    def _next(self, step: Any, k: int, b: int) -> tuple[Handle, Any]:
+        """Bring the panel of b columns from k on up to date, and factor it."""
+        if step is not None:
+            self.update(step, k, k + b)
+        return self.factor(k, b)
+
+    def _updates(self, step: Any, first: int, threads: int) -> list[Callable[[], None]]:
+        """Return the updates of this rank's columns from the first one on, as threads share them out."""
+        strips = self._shares(first, len(self.columns), threads) if step is not None else []
+        return [partial(self.update, step, *strip) for strip in strips]
 
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         tiles, (i, j) = self.tiles, self.tiles.owner(k)
@@ -130,11 +173,26 @@ class QR(Panels):
         If b is the identity's columns of these numbers, a reflection turns none before its own.  If this is the
         `last` use of the reflections, they are given up one after the other.
         """
-        kept = self.kept if last else self.kept.copy()
+        kept, width = self.kept if last else self.kept.copy(), b.shape[1]
+        with self._workers(width) as workers:
+            count, strips = workers.count, self._shares(0, width, workers.count)
+            lists = [kept, *(kept.copy() for _ in range(1, count))]
+            # dealt there and back, as of the identity's columns those further right are turned by more reflections
+            dealt = [
+                [x for at, x in enumerate(strips) if at % (2 * count) in (i, 2 * count - 1 - i)] for i in range(count)
+            ]
+            workers.run(partial(self._turn, b, numbers, *each) for each in zip(lists, dealt, strict=True))
+
+    def _turn(
+        self, b: Any, numbers: np.ndarray | None, kept: list[Reflections], strips: list[tuple[int, int]]
+    ) -> None:  # fmt: skip
+        """Replace these columns of b by Q b, and empty a list of the reflections."""
         while kept:
             each = kept.pop()
             first = 0 if numbers is None else int(np.searchsorted(numbers, each.k))
-            reflect(self.tiles, self._whole(each), each.t, b[self.row(each.k) :, first:])
+            y, top = self._whole(each), self.row(each.k)
+            for start, end in strips:
+                reflect(self.tiles, y, each.t, b[top:, max(first, start) : max(first, end)])
 
     def _whole(self, each: Reflections) -> Any:
         """Return this rank's rows of Y, which one grid column has if all ranks have the same ones.  Collective."""

@@ -7,7 +7,9 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
+from time import sleep
 
 import numpy as np
 import pytest
@@ -112,6 +114,60 @@ def test_the_threads_that_a_program_chose_stay(without: bool, early: str, chosen
     environment = {name: value for name, value in os.environ.items() if name not in blas.LIMITS}
     program = CHANGED.format(without=without, early=early, chosen=chosen)
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that BLAS is given, of a process with three."""
+    given: list[int] = []
+    monkeypatch.setattr(blas, "blas_threads", lambda: given[-1] if given else 3)
+    monkeypatch.setattr(blas, "_set_openblas", lambda threads, packages: given.append(threads))
+    return given
+
+
+def test_workers_compute_side_by_side(three_threads: list[int]) -> None:
+    """With the caller's handling of errors of NumPy, and each with a BLAS of one thread."""
+    barrier = threading.Barrier(3, timeout=30)
+
+    def task(i: int) -> tuple[int, str]:
+        if i < 3:
+            barrier.wait()  # nobody passes it alone
+        return i, np.geterr()["over"]
+
+    with np.errstate(over="raise"), blas.workers(5) as workers:
+        assert workers.count == 3
+        assert blas.blas_threads() == 1
+        for _ in range(3):
+            assert workers.run(partial(task, i) for i in range(7)) == [(i, "raise") for i in range(7)]
+        assert workers.run([]) == []
+        with blas.workers(5) as within:
+            assert within.count == 1
+    assert three_threads == [1, 3]
+
+
+@pytest.mark.parametrize("most", [-1, 0, 1])
+def test_one_worker_has_the_whole_blas(three_threads: list[int], most: int) -> None:
+    before = threading.active_count()
+    with blas.workers(most) as workers:
+        assert workers.count == 1
+        assert workers.run([partial(divmod, 7, 2), threading.active_count]) == [(3, 1), before]
+    assert three_threads == []
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 5])
+def test_what_a_worker_raises_is_raised_when_all_have_ended(three_threads: list[int], wrong: int) -> None:
+    ended = []
+
+    def task(i: int) -> None:
+        if i == wrong:
+            raise np.linalg.LinAlgError(f"task {i}")
+        sleep(0.05)
+        ended.append(i)
+
+    with pytest.raises(np.linalg.LinAlgError, match=f"^task {wrong}$"), blas.workers(2) as workers:
+        workers.run(partial(task, i) for i in range(6))
+    assert sorted(ended) == [i for i in range(6) if i != wrong]
+    assert three_threads == [1, 3]
 
 
 def test_only_ranks_on_the_same_cores_share_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import pickle
 from copy import copy, deepcopy
@@ -13,6 +14,7 @@ import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
+from parlinalg.backend import blas
 from parlinalg.comm.shared import shared_array
 from parlinalg.layout import Layout
 from parlinalg.linalg import factors, kernels, systems, tile_sizes, tiles, triangular
@@ -22,6 +24,7 @@ from tests.cases import check, grids, layouts, same
 
 pytestmark = pytest.mark.one_in(8)
 
+qr_panels = importlib.import_module("parlinalg.linalg.qr")  # the package has the function of this name
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 LOWER = {"float64": "float32", "complex128": "complex64"}
 SIZES = [0, 1, 2, 7, 33, 97]
@@ -349,6 +352,39 @@ def residuals(a, factor, x):
 def test_qr(grid):
     for _, a, x, block, _ in cases(grid, 4):
         residuals(a, linalg.qr_factor(x, block), x)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_of_one_rank_share_the_columns(threads, dtype, monkeypatch):
+    """Of a grid of one rank, however the columns are dealt; and BLAS has its threads back."""
+    rng, given, counts, shares = np.random.default_rng(threads), [], set(), qr_panels.QR._shares
+
+    def noted(self, first, width, count):
+        counts.add(count)
+        return shares(self, first, width, count)
+
+    monkeypatch.setattr(blas, "blas_threads", lambda: threads)
+    monkeypatch.setattr(blas, "_set_openblas", lambda threads, packages: given.append(threads))
+    monkeypatch.setattr(qr_panels, "PART", 8)
+    monkeypatch.setattr(qr_panels, "WIDE", 16)
+    monkeypatch.setattr(qr_panels.QR, "_shares", noted)
+    for shape in [(97, 97), (130, 65), (64, 120), (48, 48)]:
+        a = random(shape, dtype, rng)
+        x, b = pla.array(a, grid=(grid := pla.Grid({"r": 1}))), random((shape[0], 5), dtype, rng)
+        counts.clear()
+        residuals(a, factor := linalg.qr_factor(x, 16), x)
+        assert counts == {threads}
+        assert given == [1, threads] * (len(given) // 2)
+        if shape[0] >= shape[1]:
+            want = np.linalg.lstsq(a, b)[0]
+            np.testing.assert_allclose(
+                factor.solve(pla.array(b, grid=grid)).gather(), want, rtol=0, atol=5000 * eps(dtype) * abs(want).max()
+            )
+        full = factor.Q(shape[0]).gather()
+        small(norm(full.conj().T @ full - np.eye(len(full))), 1, max(shape), dtype, "complete")
+        small(norm(full[:, : min(shape)] @ factor.R.gather() - a), norm(a), max(shape), dtype, "complete")
 
 
 FORMS = {"reduced": "economic", "complete": "full", "r": "r"}
