@@ -26,14 +26,14 @@ from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
-    ODD,
+    NONFINITE,
     LinAlgError,
     as_matrix,
     batches,
     check_order,
     distributed,
     limits,
-    refuse_odd,
+    refuse_nonfinite,
     scaled,
     tiles_for,
 )
@@ -159,11 +159,11 @@ def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not str(error).endswith(ODD):
+        if not str(error).endswith(NONFINITE):
             raise
         for which, each in (("a", a), ("b", b)):
             if not bool(isfinite(tril(getattr(each, "data", each))).all()):
-                raise ValueError(f"{name} takes finite numbers; {which} has {ODD}") from None
+                raise ValueError(f"{name} takes finite numbers; {which} has {NONFINITE}") from None
         raise LinAlgError(
             f"{name}: eigenvalues w of a v = w b v are beyond the largest number of {a.dtype}, as is L⁻¹ a L⁻ᴴ with "
             "b = L Lᴴ; multiply a by a small number, or b by a large one"
@@ -391,7 +391,7 @@ def _from_first_rank(
         for size in sizes
     ]
     if grid.inside and not kernels.finite(a):
-        problem = ODD
+        problem = NONFINITE
     elif grid.inside and grid.everyone.rank == 0:
         try:
             with np.errstate(all="ignore"), kernels.raising(a):
@@ -406,7 +406,7 @@ def _from_first_rank(
     if grid.inside:
         grid.everyone.barrier()
     reported = grid.world.share(problem, others="alike")
-    refuse_odd(ODD in reported, name)
+    refuse_nonfinite(NONFINITE in reported, name)
     if wrong := next(filter(None, reported), ""):
         raise LinAlgError(wrong)
     for each in found if grid.inside else ():
@@ -433,7 +433,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     x = x * unit if unit != 1 else x
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
-    refuse_odd(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
+    refuse_nonfinite(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
     u = halley(r)
     if u is None:
         return None
