@@ -37,7 +37,7 @@ from parlinalg.linalg.matrices import (
 )
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
-from parlinalg.linalg.tile_sizes import TALL
+from parlinalg.linalg.tile_sizes import by_gram, rows_alone
 from parlinalg.linalg.tiles import SIZE, Numbers, Tiles, clear_above, move, transposed
 from parlinalg.matmul import matmul
 
@@ -1049,10 +1049,7 @@ def by_qr_first(x: DistArray) -> bool:
 
 def by_rows(x: DistArray) -> Layout | None:
     """Return the layout in which only rows are cut, of a matrix with few columns; None of others."""
-    (m, n), sizes = x.shape, x.grid.sizes
-    if not n or m < n * max(TALL, x.grid.size):
-        return None
-    return Layout(tuple(a for a, size in sizes.items() if size > 1), None)
+    return rows_alone(x.grid.sizes) if by_gram(x.shape, x.grid.size) else None
 
 
 @primitive
