@@ -87,10 +87,9 @@ def eigh(
     LinAlgError
         If a leading minor of B is not positive, which it names, or eigenvalues of A v = w B v overflow.
     """
+    x, b = _operands("eigh", x, b)
     if b is not None:
-        x, b = as_matrix(x, "eigh", square=True), as_matrix(b, "eigh", square=True)
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    x = as_matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = EighResult(*batches("eigh", lambda xp, a: kernels.eigh(a), eigh, x, lower=True))
@@ -108,6 +107,11 @@ def eigh(
     return EighResult(distributed(values, Layout(layout.dims[-1]), x.grid), found)
 
 
+def _operands(name: str, x: Any, b: Any) -> tuple[DistArray, DistArray | None]:
+    """Return A and B of A v = w B v as matrices; without B None."""
+    return as_matrix(x, name, square=True), None if b is None else as_matrix(b, name, square=True)
+
+
 def _unscaled(values: Any, scale: float) -> Any:
     """Return values of a matrix that was multiplied by `scale`, without it; what is out of range is infinite."""
     with np.errstate(over="ignore"):
@@ -120,10 +124,9 @@ def eigvalsh(
     subset_by_value: tuple[float, float] | None = None,
 ) -> DistArray:  # fmt: skip
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
+    x, b = _operands("eigvalsh", x, b)
     if b is not None:
-        x, b = as_matrix(x, "eigvalsh", square=True), as_matrix(b, "eigvalsh", square=True)
         return generalized_values(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = batches("eigvalsh", lambda xp, a: kernels.eigh(a, vectors=False), eigvalsh, x, lower=True)[0]
