@@ -290,62 +290,35 @@ def page() -> str:
     return TEXT.format(measured=sections(), short=SHORT, memory=memory(), **json.loads(KEPT.read_text()))
 
 
-SHORT = """- Each setting here is one run, in which the doctor measured the machine between the rounds; that of plans
-  was measured before the search, in a run of its own (`--machine`). Runs beside which other programs compile or read
-  say little: the same day a run of pipelines on 2 ranks whose interleaved steps took 1,500 to 1,970 ms was 24% off at
-  worst, and of GPTs on 4 ranks 10.8%; these two had pairs of steps in the wrong order, and one of pipelines on 4 ranks
-  had one. Here are the runs of idle cores.
-- Steps of the schemes on emulated hosts are predicted 3 to 10% too fast, those of the plans are not. In the steps a
-  sum of 1 MiB over 8 ranks takes 82 ms from the last rank's start (1.12 times the link's time), alone 79, and ranks
-  come to it a few milliseconds apart. ZeRO 3 at 1 Gbit/s, whose gathers are in flight while ranks compute, is
-  predicted 16% too fast.
-- Until 2026-11-28 hosts had the machine's own congestion control, BBR, and links that let 128 to 256 KiB pass at once
-  after a pause. On such links 2.5D on 2 × 2 × 2 takes 555 and 566 ms with BBR, 443 with Reno, in turns. 3D was
-  predicted 7 to 13% too fast on the 27th, up to 3 pairs of 38 were in the wrong order, and no cause was found. With
-  BBR exchanges of 128 KiB between two ranks took 9 to 13 ms in some runs and 5.5 in others, where the link takes 5.2,
-  all-to-alls of 64 KiB 3.5 times the link's time; with Reno all collectives of 16 to 256 KiB among 2, 4 and 8 ranks
-  take 1.05 times, whatever was before. With Reno and the old links alone forms with short operations were predicted 6
-  to 15% too slow, as what followed computing was for nothing: the links' burst is what they carry in 0.8 ms now. Both
-  were changed after single operations, with the tables above in sight.
-- What others used is the most of a half second before each round and of all rounds together; on the emulated hosts it
-  was the half second after the doctor.
-- On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), and a rank that waits polls, yielding its
-  core between two looks. The hosts of a core are in one control group: a yield passes the core on within a group only,
-  and Hydra starts each host's ranks in a session, which Linux gives a group of its own (autogroup).
-- Most of the error of pipelines predicted too fast was in computing. In 256 tokens' forward pass of a layer the
-  processor time of a rank was 12 to 13 ms where 9 were predicted: products take 10% longer beside seven other ranks,
-  the interpreter, whose data four ranks push out of a core's cache in turn, twice as long, and both up to 20% longer
-  while a message is awaited. Passes of pipelines that span nodes take this last (`slowdown`) now, and the doctor
-  measures it with layers that are mostly the interpreter's time, beside products.
-- The machine's speed changes within minutes: the doctor's overhead of an operation was 75 to 130 µs in runs of a day.
-- With all hosts in one control group, as until 2026-11-26, about one run in five at 200 Mbit/s did not end, and of
-  the last of the plans about half. In the one that was looked into most, the ranks waited for one whose main thread
-  stood in the kernel, waiting for a lock of its memory (`vma_prepare`). A thread of the kernel on the same core
-  (khugepaged, which merges pages) could run and did not, nor did others outside the group, beside three ranks that
-  waited and yielded: by the scheduler's own account the group had had less time after 0.66 s of running than before.
-  Linux 6.18 gives a group that is busy on several cores another weight at every tick, and loses count by that
-  ("sched/fair: Revert 6d71a9c61604", February 2026, mends it). Since each core's hosts are a group, whose weight
-  stays, all runs have ended: ten of the plans at 200 Mbit/s, and those of the schemes' tables. At 1 Gbit/s, where
-  links carry more, the errors had been 7.4% in the median and 13.0% at worst before, every form slower than predicted
-  (another test ran beside that run); plans there were measured before.
-- The doctor takes medians of four passes over all operations, and lets none take longer than one among more ranks or of
-  more bytes. This statistic was chosen with an earlier table for 1 Gbit/s in sight.
-- Operations in flight take 1.3 to 1.8 times as long while ranks compute at 1 Gbit/s (1.0 to 1.1 times at 200 Mbit/s),
-  as each message waits for a rank to have the core, and computing takes 10 to 24% longer beside them, however few their
-  bytes: each of the 8 ranks polls, and has a thread that looks a thousand times a second how far they are.
-- Not the cause: lost packets (no step waited for a timeout), the order of starts in traces, and Python's lock (a
-  shorter switch interval changes nothing). The thread that lets operations progress takes 18% of what ranks compute
-  in a backward pass of 4 hosts on one core; without it the step is 7% shorter there.
-- What a byte costs a core beside computing (`processor`) was measured between 1.2 and 2.9 ns in several runs.
-- Plans are for the machine's files of the runs of the schemes above, measured an hour before, and of two rounds of 3
-  steps. Each of the six that is chosen is the fastest measured one. Until 2026-11-28, with BBR, chosen pipelines were
-  predicted 13 to 17% too fast at 200 Mbit/s.
-- Ranks that the system places stay on the cores they have come to. On 2 cores, 2 of 4 ranks that compute for 16
-  ms while the others wait for a message take 1.4 times as long as alone, 3 take 1.7 times, which is what
-  cores dealt out by chance make (1.3 and 1.7); for 64 ms 1.1 and 1.6 times, as the system then moves one of
-  two. The model has no such move.
-- Not compared: schedules of two chunks a rank on 4 ranks, whose layers are too few for them, and hosts that have cores
-  of their own.
+SHORT = """What the model of time lacks:
+
+- **Schemes on emulated hosts are predicted 3 to 10% too fast**, plans there are not. Ranks come to a sum a few
+  milliseconds apart: over 8 ranks 1 MiB takes 82 ms from the last one's start, 1.12 times the link's time, alone 79.
+- **ZeRO 3 at 1 Gbit/s, 16% too fast**: its gathers are in flight while ranks compute. They then take 1.3 to 1.8 times
+  as long (at 200 Mbit/s 1.0 to 1.1 times), as each message waits for a rank to have the core, and computing takes 10
+  to 24% longer, whatever their bytes: each of the 8 ranks polls, and has a thread that looks a thousand times a second.
+- **Pipelines on emulated hosts compute more slowly.** In a layer's forward pass of 256 tokens ranks computed for 12 to
+  13 ms where 9 were predicted: beside seven other ranks products take 10% longer, the interpreter, whose data four
+  ranks push out of a core's cache in turn, twice as long, and both up to 20% longer while a message is awaited. Passes
+  of pipelines that span nodes take the last (`overlap.slowdown`).
+- **Ranks that the system places** stay on the cores they have come to. On 2 cores, 2 and 3 of 4 ranks that compute for
+  16 ms while the others wait take 1.4 and 1.7 times as long as alone, as by cores dealt out by chance; for 64 ms they
+  take 1.1 and 1.6 times, as the system then moves one of two. The model has no such move.
+- **Machines change**: within a day the doctor measured 75 to 130 µs for an operation's overhead, 1.2 to 2.9 ns for a
+  byte's work (`processor`). So it runs between the rounds; plans have its files of an hour before, and two rounds of 3
+  steps. Beside programs that compile or read, pipelines on 2 ranks were up to 24% off, GPTs on 4 ranks 10.8%, with
+  pairs in the wrong order. Others' use is the most of a half second before each round (on hosts, after the doctor) and
+  of all rounds together.
+
+Ruled out: lost packets (no step waited for a timeout), the order of starts in traces, and Python's lock (a shorter
+switch interval changes nothing). Without the thread that lets operations progress, 18% of what ranks compute in a
+backward pass of 4 hosts on one core, the step is 7% shorter.
+
+On the emulated hosts 8 ranks share 2 cores, four a core in turn (`bound`), in a control group a core
+([why](running.md)). With BBR and longer bursts, as until 2026-11-28, 3D was predicted 7 to 13% too fast and chosen
+pipelines at 200 Mbit/s 13 to 17%; with Reno and those bursts, short operations 6 to 15% too slow. Links' bursts, what
+they carry in 0.8 ms, were chosen by single operations with these tables in sight, the doctor's medians with an earlier
+one. Not compared: two chunks a rank on 4 ranks, whose layers are too few, and hosts with cores of their own.
 """
 
 TEXT = """# Foresight against measured steps and published tables

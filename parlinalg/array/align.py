@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, effective, mismatch, same_grid
+from parlinalg.array.core import DistArray, mismatch, same_grid
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout, coordinates
 from parlinalg.moves import words
@@ -115,8 +115,8 @@ def together(
     moved = []
     for a, have in zip(arrays, layouts, strict=True):
         want = narrowed(into, a.shape, shape)
-        alike = effective(have, grid) == effective(want, grid)
-        if still and (have if named else effective(have, grid)).partial:
+        alike = grid.effective(have) == grid.effective(want)
+        if still and (have if named else grid.effective(have)).partial:
             raise LayoutError(f"{name}: an operand is {have!r}, not summed yet; sum it by .redistribute({want!r})")
         if still and not (have == want if named else alike):
             raise mismatch(name, have, want)

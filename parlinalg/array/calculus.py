@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import spread
-from parlinalg.array.core import DistArray, axis_of
+from parlinalg.array.core import DistArray, axis_of, dims_in_order
 from parlinalg.array.create import asarray, distribute
 from parlinalg.array.indexing import copy_part
-from parlinalg.array.joining import concatenate, dims_of, full_range, positions, take
+from parlinalg.array.joining import concatenate, full_range, positions, take
 from parlinalg.array.reductions import settled, total
 from parlinalg.array.shapes import reshape
 from parlinalg.array.sorting import argsort, on_line, searchsorted, used
@@ -63,7 +63,7 @@ def gradient(f: Any, *spacings: Any, axis: Any = None, edge_order: int = 1) -> A
         raise TypeError("np.gradient of booleans, which are not subtracted; take astype(float)")
     f = settled(f, "gradient")
     f = f.astype(np.float64) if f.dtype.kind in "biu" else f
-    dims = tuple(range(f.ndim)) if axis is None else dims_of(axis, f.ndim)
+    dims = tuple(range(f.ndim)) if axis is None else dims_in_order(axis, f.ndim)
     given: list[Any] = list(spacings) or [1.0]
     if len(given) == 1 and not np.ndim(given[0]):
         given = given * len(dims)
@@ -274,7 +274,7 @@ def apply_along_axis(func1d: Any, axis: int, arr: DistArray, *args: Any, **kwarg
 
 def rot90(m: DistArray, k: int = 1, axes: Any = (0, 1)) -> DistArray:
     """Return the array turned by k right angles in the plane of two dims."""
-    d, e = dims_of(tuple(axes), m.ndim)
+    d, e = dims_in_order(tuple(axes), m.ndim)
     k %= 4
     if k == 0:
         return m.copy()

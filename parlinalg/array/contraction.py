@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, axis_of, delivered, same_grid
+from parlinalg.array.core import DistArray, axis_of, delivered, dims_in_order, same_grid
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.joining import diagonal, stack
-from parlinalg.array.reductions import dims_of, settled, total
+from parlinalg.array.reductions import settled, total
 from parlinalg.array.shapes import reshape
 from parlinalg.array.ufuncs import PRODUCT, operand
 
@@ -229,23 +229,26 @@ def _letters(labels: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ products by name
+def pairs_of_dims(first: Sequence[int], second: Sequence[int], axes: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dims of arrays of two shapes that `tensordot` sums over in pairs."""
+    if isinstance(axes, int | np.integer):
+        n = int(axes)
+        if not 0 <= n <= min(len(first), len(second)):
+            raise ValueError(f"tensordot over {n} dims of arrays of {len(first)} and {len(second)} dims")
+        left, right = tuple(range(len(first) - n, len(first))), tuple(range(n))
+    else:
+        if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:
+            raise TypeError(f"tensordot: axes is a whole number, or the dims of x1 and those of x2, not {axes!r}")
+        left, right = dims_in_order(axes[0], len(first)), dims_in_order(axes[1], len(second))
+    if [first[d] for d in left] != [second[d] for d in right]:
+        raise ValueError(f"tensordot: dims {left} of {tuple(first)} do not match dims {right} of {tuple(second)}")
+    return left, right
+
+
 def tensordot(a: Any, b: Any, axes: Any = 2) -> DistArray:
     """Return the sums of products over the last `axes` dims of a and the first of b, or over two lists of dims."""
     a, b = _array(a, "tensordot"), _array(b, "tensordot")
-    if isinstance(axes, int | np.integer):
-        n = int(axes)
-        if not 0 <= n <= min(a.ndim, b.ndim):
-            raise ValueError(f"tensordot over {n} dims of arrays of {a.ndim} and {b.ndim} dims")
-        left, right = list(range(a.ndim - n, a.ndim)), list(range(n))
-    else:
-        left, right = (
-            [axis_of(d, x.ndim) for d in (each if isinstance(each, tuple | list) else (each,))]
-            for each, x in zip(axes, (a, b), strict=True)
-        )
-        dims_of(tuple(left), a.ndim)
-        dims_of(tuple(right), b.ndim)
-    if [a.shape[d] for d in left] != [b.shape[d] for d in right]:
-        raise ValueError(f"tensordot: dims {left} of {a.shape} do not match dims {right} of {b.shape}")
+    left, right = pairs_of_dims(a.shape, b.shape, axes)
     la: Labels = tuple(range(a.ndim))
     lb: Labels = tuple(left[right.index(d)] if d in right else a.ndim + d for d in range(b.ndim))
     out = (*(x for x in la if x not in left), *(a.ndim + d for d in range(b.ndim) if d not in right))

@@ -264,7 +264,7 @@ class DistArray(NDArrayOperatorsMixin):
         if order not in ("K", "C", "A"):
             raise TypeError(f"astype(order={order!r}): the blocks of a DistArray lie in C order; leave order= out")
         to = native(np.dtype(dtype))
-        if self.layout.partial and not terms_add(self.dtype, to) and effective(self.layout, self.grid).partial:
+        if self.layout.partial and not terms_add(self.dtype, to) and self.grid.effective(self.layout).partial:
             return self.summed().astype(to, casting=casting, copy=copy)
         if not np.can_cast(self.dtype, to, casting):
             raise TypeError(f"astype: {self.dtype} does not become {to} under casting={casting!r}")
@@ -704,6 +704,14 @@ def axis_of(axis: Any, ndim: int) -> int:
     return dim % ndim
 
 
+def dims_in_order(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return the dims of an argument `axis`, a number or several, in its order; an error for one twice."""
+    dims = tuple(axis_of(d, ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,)))
+    if len(set(dims)) != len(dims):
+        raise ValueError(f"axis {axis} names a dim twice")
+    return dims
+
+
 def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """Return a whole number, which may be NumPy's; raise ValueError if it is none, too small or too large.
 
@@ -777,11 +785,6 @@ def same_grid(arrays: Sequence[DistArray]) -> Grid:
                 f"arrays on different grids meet: {grid!r} and {other.grid!r}; move one by to_grid(grid, layout)"
             )
     return grid
-
-
-def effective(layout: Layout, grid: Grid) -> Layout:
-    """Return the layout without axes of one rank, which cut nothing."""
-    return grid.effective(layout)
 
 
 def mismatch(what: str, have: Layout, want: Layout) -> LayoutError:

@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array import transfer
 from parlinalg.array.core import DistArray, native, refused_dtype, whole
-from parlinalg.array.dispatch import of_arrays, primitive
+from parlinalg.array.dispatch import of_arrays, primitive, refusing
 from parlinalg.array.shapes import shape_of
 from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
@@ -391,7 +391,7 @@ def full_like(
 
 @primitive
 def asarray(
-    obj: Any, /, *, dtype: Any = None, device: Any = None, copy: Any = None, grid: Grid | None = None,
+    obj: Any, /, *, dtype: Any = None, device: Any = None, copy: bool | None = None, grid: Grid | None = None,
     layout: Layout | None = None,
 ) -> DistArray:  # fmt: skip
     """Return data as a distributed array; a DistArray in another dtype, or itself where `copy` is not True.
@@ -420,6 +420,7 @@ def asarray(
     return distribute(host, grid, layout)
 
 
+@refusing
 def array(
     obj: Any, dtype: Any = None, *, copy: bool = True, device: Any = None, grid: Grid | None = None,
     layout: Layout | None = None,
@@ -456,6 +457,7 @@ def _all_integers(*values: Any) -> bool:
     return all(isinstance(v, int | np.integer) for v in values)
 
 
+@refusing
 def linspace(
     start: Any, stop: Any, /, num: int, *, dtype: Any = None, device: Any = None, endpoint: bool = True,
     grid: Grid | None = None, layout: Layout | None = None,

@@ -87,12 +87,15 @@ def flagged(kind: C) -> C:
     """Let the methods of a class refuse arrays that are given as flags, as functions do."""
     for name, method in list(vars(kind).items()):
         public = isfunction(method) and not (name.startswith("_") or hasattr(method, "__wrapped__"))
-        if public and (flags := flags_of(method)):
-            setattr(kind, name, _refusing(method, flags))
+        if public and flags_of(method):
+            setattr(kind, name, refusing(method))
     return kind
 
 
-def _refusing(function: Callable[P, R], flags: list[tuple[int, str]]) -> Callable[P, R]:
+def refusing(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse arrays that are given as flags."""
+    flags = flags_of(function)
+
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         refuse_flags(function.__name__, _given_flags(flags, args, kwargs))

@@ -270,7 +270,7 @@ def _ravel(a: DistArray) -> DistArray:
 
 @handles(np.squeeze)
 def _squeeze(a: DistArray, axis: Axis = None) -> DistArray:
-    drop = [d for d, n in enumerate(a.shape) if n == 1] if axis is None else reductions.dims_of(axis, a.ndim)
+    drop = [d for d, n in enumerate(a.shape) if n == 1] if axis is None else reductions.sorted_dims(axis, a.ndim)
     if any(a.shape[d] != 1 for d in drop):
         raise ValueError(f"squeeze takes dims of size 1; axis {axis} of shape {a.shape} is not")
     return shapes.reshape(a, tuple(n for d, n in enumerate(a.shape) if d not in drop))
@@ -412,7 +412,7 @@ def _ndim(a: DistArray) -> int:
 
 @handles(np.size)
 def _size(a: DistArray, axis: Axis = None) -> int:
-    return math.prod(a.shape) if axis is None else math.prod(a.shape[d] for d in reductions.dims_of(axis, a.ndim))
+    return math.prod(a.shape) if axis is None else math.prod(a.shape[d] for d in reductions.sorted_dims(axis, a.ndim))
 
 
 # ------------------------------------------------------------------ joining and moving

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, narrowed, spread
-from parlinalg.array.core import DistArray, axis_of, mismatch, same_grid, whole
+from parlinalg.array.core import DistArray, axis_of, dims_in_order, mismatch, same_grid, whole
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.indexing import copy_part, getitem
 from parlinalg.array.rows import fetch
@@ -17,14 +17,6 @@ from parlinalg.array.shapes import reshape, shape_of
 from parlinalg.layout import Cut, Layout
 
 Shape = tuple[int, ...]
-
-
-def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
-    """Return the dims of an argument `axis`, a number or several; an error for one twice."""
-    dims = tuple(axis_of(d, ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,)))
-    if len(set(dims)) != len(dims):
-        raise ValueError(f"axis {axis} names a dim twice")
-    return dims
 
 
 def empty_like(a: DistArray, shape: Shape, layout: Layout, dtype: Any = None) -> DistArray:
@@ -92,7 +84,7 @@ def stack(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
 def expand_dims(a: DistArray, axis: int | tuple[int, ...]) -> DistArray:
     """Return the array with new dims of size 1, at these places of the result."""
     n = a.ndim + (len(axis) if isinstance(axis, tuple | list) else 1)
-    new = dims_of(axis, n)
+    new = dims_in_order(axis, n)
     old = iter(zip(a.shape, a.layout.dims, strict=True))
     found = [(1, ()) if d in new else next(old) for d in range(n)]
     shape, layout = tuple(m for m, _ in found), Layout(*(c for _, c in found), partial=a.layout.partial)
@@ -105,7 +97,7 @@ def expand_dims(a: DistArray, axis: int | tuple[int, ...]) -> DistArray:
 @primitive
 def flip(a: DistArray, axis: Any = None) -> DistArray:
     """Return the array with the order of elements reversed along these dims (default: all)."""
-    dims = range(a.ndim) if axis is None else dims_of(axis, a.ndim)
+    dims = range(a.ndim) if axis is None else dims_in_order(axis, a.ndim)
     return getitem(a, tuple(slice(None, None, -1) if d in dims else slice(None) for d in range(a.ndim)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array import joining, shapes, sorting
+from parlinalg.array import contraction, joining, shapes, sorting
 from parlinalg.array.core import DistArray, axis_of, whole
 from parlinalg.array.create import (
     arange,
@@ -775,19 +775,7 @@ def vecdot(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
 @of_arrays
 def tensordot(x1: DistArray, x2: DistArray, /, *, axes: Any = 2) -> DistArray:
     """Return the sums of products over the last `axes` dims of x1 and the first of x2, or over two lists of dims."""
-    if isinstance(axes, int | np.integer):
-        n = int(axes)
-        left, right = tuple(range(x1.ndim - n, x1.ndim)), tuple(range(n))
-        if not 0 <= n <= builtins.min(x1.ndim, x2.ndim):
-            raise ValueError(f"tensordot over {n} dims of arrays of {x1.ndim} and {x2.ndim} dims")
-    else:
-        if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:
-            raise TypeError(f"tensordot: axes is a whole number, or the dims of x1 and those of x2, not {axes!r}")
-        left, right = (
-            joining.dims_of(tuple(a) if isinstance(a, list) else a, x.ndim) for a, x in zip(axes, (x1, x2), strict=True)
-        )
-    if [x1.shape[d] for d in left] != [x2.shape[d] for d in right]:
-        raise ValueError(f"tensordot: dims {left} of {x1.shape} do not match dims {right} of {x2.shape}")
+    left, right = contraction.pairs_of_dims(x1.shape, x2.shape, axes)
     rows, columns = ([d for d in range(x.ndim) if d not in taken] for x, taken in ((x1, left), (x2, right)))
     m, k = math.prod(x1.shape[d] for d in rows), math.prod(x1.shape[d] for d in left)
     n = math.prod(x2.shape[d] for d in columns)

@@ -276,7 +276,7 @@ def _linalg_trace(x: Any, offset: int = 0, dtype: Any = None) -> DistArray:
 
 @handles(np.linalg.vector_norm)
 def _vector_norm(x: DistArray, axis: Axis = None, keepdims: Any = False, ord: Any = 2) -> DistArray:
-    return reductions.vector_norm(x, 2 if ord is None else ord, reductions.dims_of(axis, x.ndim), bool(keepdims))
+    return reductions.vector_norm(x, 2 if ord is None else ord, reductions.sorted_dims(axis, x.ndim), bool(keepdims))
 
 
 # ------------------------------------------------------------------ elementwise

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import is_explicit
-from parlinalg.array.core import Axis, DistArray, axis_of, delivered, effective, native, terms_add
+from parlinalg.array.core import Axis, DistArray, delivered, dims_in_order, native, terms_add
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
@@ -19,15 +19,9 @@ from parlinalg.layout import Cut, Layout, span_of
 from parlinalg.redistribute import redistribute
 
 
-def dims_of(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Return the dims of NumPy's `axis` argument, sorted."""
-    if axis is None:
-        return tuple(range(ndim))
-    dims = [axis_of(d, ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,))]
-    found = sorted(set(dims))
-    if len(found) != len(dims):
-        raise ValueError(f"axis {axis} names a dim twice")
-    return tuple(found)
+def sorted_dims(axis: Axis, ndim: int) -> tuple[int, ...]:
+    """Return the dims of NumPy's `axis` argument in rising order, for None all."""
+    return tuple(range(ndim)) if axis is None else tuple(sorted(dims_in_order(axis, ndim)))
 
 
 def reduced(a: DistArray, dims: tuple[int, ...], keepdims: bool) -> tuple[tuple[int, ...], Layout, Cut]:
@@ -47,9 +41,9 @@ def total(
     a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, partial: bool = False, out: Any = None
 ) -> DistArray:
     """Return the sum over `axis`, with `partial` not summed yet over the axes that cut it."""
-    dims = dims_of(axis, a.ndim)
+    dims = sorted_dims(axis, a.ndim)
     given = native(np.dtype(dtype)) if dtype is not None else None
-    if a.layout.partial and effective(a.layout, a.grid).partial:
+    if a.layout.partial and a.grid.effective(a.layout).partial:
         a = a if terms_add(a.dtype, _sum_dtype(a.dtype) if given is None else given) else a.summed()
     shape, layout, over = reduced(a, dims, keepdims)
     terms = layout.with_partial((*a.layout.partial, *over))
@@ -93,7 +87,7 @@ def settled(a: DistArray, name: str) -> DistArray:
 @primitive
 def mean(a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, out: Any = None) -> DistArray:
     """Return the mean over `axis`; of integers in float64, of 16-bit floats computed in float32."""
-    count = math.prod(a.shape[d] for d in dims_of(axis, a.ndim))
+    count = math.prod(a.shape[d] for d in sorted_dims(axis, a.ndim))
     result, work = _dtypes(a.dtype, dtype)
     sums = total(a, axis, work, keepdims)
     block = sums.block / count if count else sums.block * math.nan
@@ -114,7 +108,7 @@ def variance(
     center : DistArray, optional
         The mean, if it is known; it broadcasts to the array.
     """
-    dims = dims_of(axis, a.ndim)
+    dims = sorted_dims(axis, a.ndim)
     count = math.prod(a.shape[d] for d in dims)
     result, work = _dtypes(a.dtype, dtype)
     a = settled(a, "std" if root else "var")
@@ -182,7 +176,7 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
     if axis is None and (ord is None or (ord in ("f", "fro") and a.ndim == 2) or (ord == 2 and a.ndim == 1)):
         return vector_norm(a, 2, tuple(range(a.ndim)), keepdims)
     dims = tuple(range(a.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    dims_of(dims, a.ndim)
+    sorted_dims(dims, a.ndim)
     if len(dims) == 1:
         if isinstance(ord, str):
             raise ValueError(f"norm: {ord!r} is a norm of matrices; these are vectors, along axis {dims[0]}")
@@ -267,13 +261,9 @@ _IDENTITY = {"max": -math.inf, "min": math.inf, "any": False, "all": True}
 
 
 @primitive
-def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool = False, out: Any = None) -> DistArray:
+def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool = False) -> DistArray:
     """Return the max, min, any, all or prod over `axis`."""
-    return delivered(_extreme(a, name, axis, keepdims), out, name)
-
-
-def _extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
-    dims, a = dims_of(axis, a.ndim), settled(a, name)
+    dims, a = sorted_dims(axis, a.ndim), settled(a, name)
     shape, layout, over = reduced(a, dims, keepdims)
     if name in ("max", "min"):
         if not math.prod(a.shape[d] for d in dims):
@@ -360,8 +350,8 @@ def reduction(
         found = total(a, axis, dtype, keepdims)
     else:
         a = a if dtype is None or dtype == a.dtype else a.astype(dtype)
-        if given and name in ("max", "min") and not math.prod(a.shape[d] for d in dims_of(axis, a.ndim)):
-            shape, layout, _ = reduced(a, dims_of(axis, a.ndim), keepdims)
+        if given and name in ("max", "min") and not math.prod(a.shape[d] for d in sorted_dims(axis, a.ndim)):
+            shape, layout, _ = reduced(a, sorted_dims(axis, a.ndim), keepdims)
             block = a.grid.backend.empty(a.grid.block_shape(layout, shape), a.dtype)
             block[...] = initial
             found = a.like(block, layout, shape)
@@ -451,7 +441,7 @@ def _fold(ufunc: np.ufunc, block: Any, dims: tuple[int, ...], host: bool) -> Any
 
 def _folded(ufunc: np.ufunc, a: DistArray, axis: Axis, keepdims: bool) -> DistArray:
     """Return the reduction by a ufunc, by way of the ranks' own results, one of each."""
-    dims, a, host = dims_of(axis, a.ndim), settled(a, ufunc.__name__), a.grid.backend.host_memory
+    dims, a, host = sorted_dims(axis, a.ndim), settled(a, ufunc.__name__), a.grid.backend.host_memory
     shape, layout, over = reduced(a, dims, True)
     over = tuple(x for x in a.grid.axes if x in over and a.grid.sizes[x] > 1)
     if over and a.grid.inside and 0 not in shape:

@@ -19,7 +19,7 @@ from parlinalg.array.core import Axis, DistArray, axis_of, same_grid, truth, who
 from parlinalg.array.create import distribute
 from parlinalg.array.dispatch import of_arrays
 from parlinalg.array.joining import concatenate
-from parlinalg.array.reductions import dims_of, mean, settled, total
+from parlinalg.array.reductions import mean, settled, sorted_dims, total
 from parlinalg.array.rows import on_device
 from parlinalg.array.shapes import reshape
 from parlinalg.array.sorting import gathered, searchsorted, sorted_block, used
@@ -149,7 +149,7 @@ def _found(
 
 def median(a: DistArray, axis: Axis = None, keepdims: bool = False, *, ignore_nan: bool = False) -> DistArray:
     """Return the median over dims: of lines of even length the mean of the two elements in the middle."""
-    dims = dims_of(axis, a.ndim)
+    dims = sorted_dims(axis, a.ndim)
     values, counts = selected(a, dims, lambda n: np.stack([(n - 1) // 2, n // 2]).clip(0), 2)
     size = math.prod(a.shape[d] for d in dims)
     kind = np.dtype(np.float64) if a.dtype.kind in "biu" else a.dtype
@@ -233,7 +233,7 @@ def quantile(
         raise ValueError(f"np.{name} takes q from 0 to {scale:g}, not {q}")
     if method not in METHODS:
         raise ValueError(f"np.{name} takes the methods {', '.join(METHODS)}, not {method!r}")
-    dims = dims_of(axis, a.ndim)
+    dims = sorted_dims(axis, a.ndim)
     size = math.prod(a.shape[d] for d in dims)
     if not size and ignore_nan:
         nothing = mean(a, dims, None, keepdims)  # NaNs
@@ -560,7 +560,7 @@ def average(
     a: DistArray, axis: Axis = None, weights: Any = None, returned: bool = False, keepdims: bool = False
 ) -> Any:
     """Return the weighted mean over dims, and with `returned` the sum of the weights."""
-    dims = dims_of(axis, a.ndim)
+    dims = sorted_dims(axis, a.ndim)
     if weights is None:
         found = mean(a, axis, None, keepdims)
         count = math.prod(a.shape[d] for d in dims)

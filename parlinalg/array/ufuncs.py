@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, together
-from parlinalg.array.core import DistArray, check_out, delivered, effective, mismatch, native, same_grid, terms_add
+from parlinalg.array.core import DistArray, check_out, delivered, mismatch, native, same_grid, terms_add
 from parlinalg.backend.shapes import has_values
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
@@ -108,7 +108,7 @@ def _elementwise(ufunc: np.ufunc, inputs: Sequence[Any], kwargs: dict[str, Any])
     layout, operands = _aligned(ufunc, operands, arrays, dtype, out)
     if ufunc is np.power and dtype is None:
         _check_power(operands[0], operands[1], math.prod(shape), grid)
-    unlike = next((t for t in out or () if effective(t.layout, grid) != effective(layout, grid)), None)
+    unlike = next((t for t in out or () if grid.effective(t.layout) != grid.effective(layout)), None)
     if unlike is not None:
         if is_explicit():
             raise mismatch(f"out= of np.{name} (shape {shape})", unlike.layout, layout)
@@ -136,7 +136,7 @@ def _aligned(
     or in explicit code refused.
     """
     grid = arrays[0].grid
-    if any(effective(a.layout, grid).partial for a in arrays):
+    if any(grid.effective(a.layout).partial for a in arrays):
         try:
             _check_partial(ufunc, operands, dtype, out)
             return arrays[0].layout, operands
@@ -262,14 +262,14 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
 
 def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Sequence[Any] | None) -> None:
     """Raise a LayoutError unless the operation on terms, with results of `dtype`, has terms of the right sum."""
-    partial = [o for o in operands if isinstance(o, DistArray) and effective(o.layout, o.grid).partial]
+    partial = [o for o in operands if isinstance(o, DistArray) and o.grid.effective(o.layout).partial]
     if not partial:
         return
     whole = partial[0].layout.with_partial(())
     others = [o for o in operands if not any(o is p for p in partial)]
     linear = len(operands) == 1 and ufunc in _UNARY_LINEAR
     if ufunc in _SUMS and len(partial) == len(operands):
-        first, second = (effective(p.layout, p.grid) for p in operands)
+        first, second = (p.grid.effective(p.layout) for p in operands)
         if first != second or operands[0].shape != operands[1].shape:
             raise mismatch(f"{ufunc.__name__}: two arrays not summed yet", second, first)
         linear = True

@@ -29,7 +29,7 @@ from parlinalg.array import (
 from parlinalg.array import functions as numpy_functions
 from parlinalg.array import sorting as sorts
 from parlinalg.array.core import Axis
-from parlinalg.array.reductions import dims_of
+from parlinalg.array.reductions import sorted_dims
 from parlinalg.array.rows import store
 from parlinalg.array.shapes import reshape
 from parlinalg.autograd import ops
@@ -149,7 +149,7 @@ def asarray(obj: Tensor, /, *, dtype: Any = None, device: Any = None, copy: Any 
 # ------------------------------------------------------------------------------------------------ reductions
 def spread(g: DistArray, axis: Axis, ndim: int, keepdims: Any) -> DistArray:
     """Return the gradient of a reduction with the reduced dims, of size 1."""
-    return g if keepdims else joining.expand_dims(g, dims_of(axis, ndim))
+    return g if keepdims else joining.expand_dims(g, sorted_dims(axis, ndim))
 
 
 @as_op(reductions.total)
@@ -169,7 +169,7 @@ def mean(a: Tensor, axis: Axis, dtype: Any = None, keepdims: bool = False, out: 
 def of_variance(
     g: DistArray, y: DistArray, a: DistArray, axis: Axis, ddof: float, keepdims: bool, root: bool
 ) -> DistArray:
-    dims = dims_of(axis, a.ndim)
+    dims = sorted_dims(axis, a.ndim)
     count = max(0, math.prod(a.shape[d] for d in dims) - ddof)
     g = g / nonzero(y) if root else 2 * g  # the deviations are 0 where y is
     return spread(g, dims, a.ndim, keepdims) * (a - reductions.mean(a, dims, None, True)) / (count or math.nan)
@@ -198,7 +198,7 @@ def variance(
 
 def of_product(g: DistArray, a: DistArray, axis: Axis, keepdims: bool) -> DistArray:
     """Return g times the product of the other elements, for each element."""
-    dims, zero = dims_of(axis, a.ndim), a == 0
+    dims, zero = sorted_dims(axis, a.ndim), a == 0
     many = zero.sum(dims, keepdims=True)
     others = np_.prod(nonzero(a), axis=dims, keepdims=True) / nonzero(a)
     return spread(g, dims, a.ndim, keepdims) * np_.where((many == 0) | ((many == 1) & zero), others, a.dtype.type(0))
@@ -212,7 +212,7 @@ product = differentiable(prod, a=of_product)
 
 
 @as_op(reductions.extreme)
-def extreme(a: Tensor, name: str, axis: Axis, keepdims: bool = False, out: None = None) -> Any:
+def extreme(a: Tensor, name: str, axis: Axis, keepdims: bool = False) -> Any:
     """Return the max, min or product over dims; of any and all the value."""
     if name == "prod":
         return product(a, axis, keepdims)
@@ -371,16 +371,8 @@ def product_of_matrices(a: Any, b: Any, **options: Any) -> Tensor:
     return ops.matmul(a, b, **options)
 
 
-def dims_of_both(n1: int, n2: int, axes: Any) -> tuple[list[int], list[int]]:
-    """Return the dims of operands of n1 and n2 dims over which `tensordot` sums."""
-    if isinstance(axes, int | np.integer):
-        return list(range(n1 - int(axes), n1)), list(range(int(axes)))
-    left, right = (list(a) if isinstance(a, tuple | list) else [a] for a in axes)
-    return [d % n1 for d in left], [d % n2 for d in right]
-
-
 def of_left(g: DistArray, like: Frame, x2: DistArray, axes: Any) -> DistArray:
-    left, right = dims_of_both(len(like.shape), x2.ndim, axes)
+    left, right = contraction.pairs_of_dims(like.shape, x2.shape, axes)
     rest = [d for d in range(x2.ndim) if d not in right]
     n = g.ndim - len(rest)  # the other dims of x1
     y = namespace.tensordot(g, x2, axes=(list(range(n, g.ndim)), rest))
@@ -389,7 +381,7 @@ def of_left(g: DistArray, like: Frame, x2: DistArray, axes: Any) -> DistArray:
 
 
 def of_right(g: DistArray, like: Frame, x1: DistArray, axes: Any) -> DistArray:
-    left, right = dims_of_both(x1.ndim, len(like.shape), axes)
+    left, right = contraction.pairs_of_dims(x1.shape, like.shape, axes)
     rest = [d for d in range(x1.ndim) if d not in left]
     y = namespace.tensordot(x1, g, axes=(rest, list(range(len(rest)))))
     at = {right[left.index(d)]: i for i, d in enumerate(sorted(left))}
@@ -532,7 +524,7 @@ def gradient(f: Tensor, *varargs: Any, axis: Any = None, edge_order: int = 1) ->
     """Return the derivative along dims, at even distances, by central differences and one-sided ones at the ends."""
     if edge_order != 1 or any(np.ndim(v) for v in varargs):
         raise TypeError("gradient of a Tensor takes edge_order=1 and numbers as distances")
-    dims = dims_of(axis, f.ndim) if axis is None or isinstance(axis, tuple) else (axis % f.ndim,)
+    dims = sorted_dims(axis, f.ndim) if axis is None or isinstance(axis, tuple) else (axis % f.ndim,)
     steps = varargs * len(dims) if len(varargs) == 1 else varargs or (1.0,) * len(dims)
     found = [_slopes(f, d, float(dx)) for d, dx in zip(dims, steps, strict=True)]
     return found[0] if len(found) == 1 else tuple(found)
@@ -575,7 +567,7 @@ def vecmat(x1: Any, x2: Any) -> Tensor:
 
 
 def of_norm(g: DistArray, y: DistArray, x: DistArray, axis: Axis, keepdims: bool, ord: float) -> DistArray:
-    dims = dims_of(axis, x.ndim)
+    dims = sorted_dims(axis, x.ndim)
     g, y = spread(g, dims, x.ndim, keepdims), spread(y, dims, x.ndim, keepdims)
     if ord == 2:
         return g * x / nonzero(y)
@@ -592,7 +584,7 @@ def vector_norm(x: Tensor, /, *, axis: Any = None, keepdims: bool = False, ord: 
         return linalg.vector_norm(x.data, axis=axis, keepdims=keepdims, ord=ord)
     if math.isfinite(ord):
         return _norm(x, axis=axis, keepdims=keepdims, ord=ord)
-    nothing = not math.prod(x.shape[d] for d in dims_of(axis, x.ndim))  # whose largest size is 0
+    nothing = not math.prod(x.shape[d] for d in sorted_dims(axis, x.ndim))  # whose largest size is 0
     return (np_.min if ord < 0 else np_.sum if nothing else np_.max)(abs(x), axis=axis, keepdims=keepdims)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import Axis, effective
+from parlinalg.array.core import Axis
 from parlinalg.array.dispatch import flagged
 from parlinalg.autograd.rule import Part, packing
 from parlinalg.autograd.tape import Node, Walk, note, recording
@@ -76,10 +76,10 @@ class Tensor:
     @data.setter
     def data(self, data: DistArray) -> None:
         old = self._data
-        if (data.shape, data.dtype, effective(data.layout, data.grid)) != (
+        if (data.shape, data.dtype, data.grid.effective(data.layout)) != (
             old.shape,
             old.dtype,
-            effective(old.layout, old.grid),
+            old.grid.effective(old.layout),
         ):
             raise LayoutError(
                 f"new data of shape {data.shape}, {data.dtype}, {data.layout!r} for a tensor of shape {old.shape}, "
@@ -456,7 +456,7 @@ def start_walk(
         data = grad.data if isinstance(grad, Tensor) else grad
         if data.shape != root.shape:
             raise ValueError(f"backward() of a value of shape {root.shape} is given a gradient of shape {data.shape}")
-        if data.layout != layout and effective(data.layout, root.grid) != effective(layout, root.grid):
+        if data.layout != layout and root.grid.effective(data.layout) != root.grid.effective(layout):
             raise LayoutError(
                 f"backward(): the gradient has {data.layout!r}, the value {root.layout!r}; mend it by "
                 f".redistribute({layout!r})"

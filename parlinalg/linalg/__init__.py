@@ -9,11 +9,10 @@ import numpy as np
 
 from parlinalg.array import contraction, reductions
 from parlinalg.array.contraction import multi_dot
-from parlinalg.array.core import DistArray, whole
+from parlinalg.array.core import DistArray, dims_in_order, whole
 from parlinalg.array.dispatch import of_arrays, primitive, takes_over
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
-from parlinalg.array.joining import dims_of
 from parlinalg.array.namespace import (
     broadcast_to,
     expand_dims,
@@ -166,7 +165,7 @@ def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, or
     ValueError
         If `ord` is no number, or `axis` names a dim twice or one that `x` lacks.
     """
-    dims = tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim)
+    dims = tuple(range(x.ndim)) if axis is None else dims_in_order(axis, x.ndim)
     return reductions.vector_norm(x, ord, dims, bool(keepdims))
 
 
@@ -298,7 +297,7 @@ def norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False)
     dims = tuple(range(x.ndim)) if axis is None else axis
     if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:
         return reductions.norm(x, ord, axis, bool(keepdims))
-    dims = dims_of(dims, x.ndim)
+    dims = dims_in_order(dims, x.ndim)
     found = matrix_norm(moveaxis(x, dims, (-2, -1)), ord=ord)
     return expand_dims(found, axis=tuple(sorted(dims))) if keepdims else found
 
@@ -400,7 +399,7 @@ def tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
         If the dims do not fit, or `a` is singular.
     """
     if axes is not None:
-        axes = dims_of(axes, a.ndim)
+        axes = dims_in_order(axes, a.ndim)
         a = moveaxis(a, axes, tuple(range(a.ndim - len(axes), a.ndim)))
     shape = a.shape[b.ndim :]
     size = math.prod(shape)

@@ -23,7 +23,6 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.comm.ledger import Key
 from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
-from parlinalg.linalg import tile_sizes
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
 from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
@@ -31,6 +30,7 @@ from parlinalg.linalg.lu import shares
 from parlinalg.linalg.pivoted import LONG
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.qr import QR
+from parlinalg.linalg.tile_sizes import by_gram, rows_alone
 from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting, transposed
 from parlinalg.linalg.triangular import FEW
 from parlinalg.linalg.triangular import resting as triangle_at_rest
@@ -42,6 +42,9 @@ Counts = np.ndarray
 TO_WORK, HOME, AGREEMENT = "trip to work", "trip home", "agreement on errors"
 TERMS_OF_PANELS, TO_ONE_LAYER = "layers' terms of panels", "trip to one layer"
 ALONG_ROWS, ALONG_COLUMNS = "panels along grid rows", "panels along grid columns"
+UPDATES, TURNS = "products of updates down grid columns", "products of reflections down grid columns"
+HELD = 4
+"""The squares [n, n] in a rank's rows of a matrix from which on every rank may hold R while its values are found."""
 
 
 @dataclass
@@ -559,25 +562,11 @@ def qr_factor(
     return costs
 
 
-UPDATES = "products of updates down grid columns"
-TURNS = "products of reflections down grid columns"
-
-
 def turn(costs: Costs, reflections: Iterable[tuple[int, int]], wide: Counts) -> Costs:
     """Add what panels (k, b) of reflections receive that turn a matrix of so many columns in each grid column."""
     for _, b in reflections:
         costs.all_reduce(TURNS, costs.down, b * wide[costs.j])
     return costs
-
-
-def by_gram(shape: tuple[int, int], ranks: int) -> bool:
-    """Return True if `qr` first tries the Gram matrix of a matrix of this shape."""
-    m, n = shape
-    return bool(n) and m >= tile_sizes.TALL * n and n * ranks <= m
-
-
-HELD = 4
-"""The squares [n, n] in a rank's rows of a matrix from which on every rank may hold R while its values are found."""
 
 
 def small_triangle(shape: tuple[int, int], ranks: int) -> bool:
@@ -589,14 +578,9 @@ def small_triangle(shape: tuple[int, int], ranks: int) -> bool:
     return n > 0 and (n <= tunables.SVD_BY_ONE or m >= HELD * n * ranks)
 
 
-def _by_rows(costs: Costs) -> Layout:
-    """Return the layout in which only rows are cut."""
-    return Layout(tuple(a for a, size in costs.deal.sizes.items() if size > 1), None)
-
-
 def _by_gram(costs: Costs, layout: Layout, shape: tuple[int, int]) -> None:
     """Add what the factorization of a tall matrix by its Gram matrix receives."""
-    costs.redistribute("trip to rows", layout, _by_rows(costs), shape)
+    costs.redistribute("trip to rows", layout, rows_alone(costs.deal.sizes), shape)
     costs.all_reduce("Gram matrices", costs.everyone, shape[1] ** 2, times=2)
 
 
@@ -615,7 +599,7 @@ def qr(
     if sound is not None and by_gram(shape, len(costs.i)):
         _by_gram(costs, layout, shape)
         if sound:
-            costs.redistribute(HOME, _by_rows(costs), layout, shape)
+            costs.redistribute(HOME, rows_alone(costs.deal.sizes), layout, shape)
             return costs
     k = min(m, n)
     qr_factor(costs, layout, shape, trees=trees)
@@ -684,7 +668,7 @@ def _pivoted_triangle(
         _by_gram(costs, layout, shape)
     sound = gram and sound
     if sound and mode != "r":
-        costs.redistribute(HOME, _by_rows(costs), layout, shape)
+        costs.redistribute(HOME, rows_alone(costs.deal.sizes), layout, shape)
     tops = [x[x < n] for x in deal.rows(m)]
     if not sound:
         qr_factor(costs, layout, shape, trees=trees)
@@ -750,7 +734,7 @@ def lstsq(
     tried = by_gram(shape, len(costs.i))
     if tried:
         _by_gram(costs, layout, shape)
-        costs.redistribute("trip to rows", own, _by_rows(costs), (m, sides))
+        costs.redistribute("trip to rows", own, rows_alone(costs.deal.sizes), (m, sides))
         costs.all_reduce("products with right-hand sides", costs.everyone, n * sides)
     if tried and sound:
         costs.broadcast("solution to all ranks", costs.everyone, n * sides, 0)
@@ -985,7 +969,7 @@ def svd(
         _by_gram(costs, layout, shape)
     gram = gram and bool(sound)
     if gram and not alone:
-        costs.redistribute(HOME, _by_rows(costs), layout, shape)
+        costs.redistribute(HOME, rows_alone(costs.deal.sizes), layout, shape)
     before, tops = costs.with_deal(first), [x[x < n] for x in first.rows(m)]
     if tall and not gram:
         qr_factor(before, layout, shape, trees=trees)
@@ -1001,7 +985,7 @@ def svd(
     else:
         _svd_by_all(costs, layout, (top, n), k, kept, workers)
     if gram and alone:
-        costs.redistribute(HOME, _by_rows(costs), layout, shape)
+        costs.redistribute(HOME, rows_alone(costs.deal.sizes), layout, shape)
     elif tall:
         if not gram:
             orthogonal(before, layout, shape, m if full_matrices else n)

@@ -30,14 +30,14 @@ from parlinalg.linalg.matrices import (
     batches,
     checked_tiles,
     distributed,
-    refuse_odd,
+    refuse_nonfinite,
     scalar,
     scaled,
     tiles_for,
 )
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
 from parlinalg.linalg.qr import QR, nearly_orthogonalized, reflect
-from parlinalg.linalg.tile_sizes import TALL
+from parlinalg.linalg.tile_sizes import by_gram, rows_alone
 from parlinalg.linalg.tiles import SIZE, Numbers, Tiles, clear_above, move, transposed
 from parlinalg.matmul import matmul
 
@@ -137,7 +137,7 @@ class Factor:
         columns = self.tiles.columns(b.shape[1])
         brought = self.tiles.bring(b, rows, columns)
         if check:
-            refuse_odd(self.tiles.worst([not kernels.finite(brought)])[0], "solve")
+            refuse_nonfinite(self.tiles.worst([not kernels.finite(brought)])[0], "solve")
         return brought, columns, b
 
     def _of_one_dtype(self, b: DistArray, given: np.dtype[Any]) -> DistArray:
@@ -212,9 +212,9 @@ class CholeskyFactor(WithDeterminant, Factor):
             finite = kernels.finite(self._t.diagonal())
         else:
             target, first, finite = self._factored(a, passing)
-        odd, minor = tiles.worst([not finite, n + 1 - first if first else 0])
-        if odd:
-            refuse_odd(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
+        nonfinite, minor = tiles.worst([not finite, n + 1 - first if first else 0])
+        if nonfinite:
+            refuse_nonfinite(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
             raise LinAlgError(INDEFINITE.format(n + 1 - int(minor)))
         if target is not None or (self._whole and passing):
@@ -346,11 +346,11 @@ class LUFactor(WithDeterminant, Factor):
             self._flatten(tiles, every)
         self.diagonal = work.diagonal
         zeros = kernels.zeros(self.diagonal)
-        odd, zero = tiles.worst([doubtful or not finite, n - zeros[0] if len(zeros) else 0])
-        if odd and late:  # were they in A or b, or did a pivot of 0 make them?
+        nonfinite, zero = tiles.worst([doubtful or not finite, n - zeros[0] if len(zeros) else 0])
+        if nonfinite and late:  # were they in A or b, or did a pivot of 0 make them?
             summed = a.summed()  # which is collective
-            odd, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
-        refuse_odd(odd, name)
+            nonfinite, _ = tiles.worst([not (finite and kernels.finite(summed.block)), 0])
+        refuse_nonfinite(nonfinite, name)
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
 
@@ -537,9 +537,9 @@ class QRFactor(Factor):
         self.rows, self.columns = self.tiles.rows(m), self.tiles.columns(n)
         if b is not None:  # right-hand sides are further columns, in tiles behind those of A, and become Qᴴ b
             self._more = [x[x >= n] - n for x in self.tiles.columns(n + b.shape[1])]
-        odd = self._run(a, b, keep)
-        refuse_odd(odd > 1, name)
-        if odd:  # sums of elements near the largest number are beyond it, though R may not be
+        nonfinite = self._run(a, b, keep)
+        refuse_nonfinite(nonfinite > 1, name)
+        if nonfinite:  # sums of elements near the largest number are beyond it, though R may not be
             self._run(a, b, keep, 0.5**SMALLER)
             with np.errstate(over="ignore"):
                 self._work.a *= self.dtype.type(2.0**SMALLER)
@@ -1049,10 +1049,7 @@ def by_qr_first(x: DistArray) -> bool:
 
 def by_rows(x: DistArray) -> Layout | None:
     """Return the layout in which only rows are cut, of a matrix with few columns; None of others."""
-    (m, n), sizes = x.shape, x.grid.sizes
-    if not n or m < n * max(TALL, x.grid.size):
-        return None
-    return Layout(tuple(a for a, size in sizes.items() if size > 1), None)
+    return rows_alone(x.grid.sizes) if by_gram(x.shape, x.grid.size) else None
 
 
 @primitive

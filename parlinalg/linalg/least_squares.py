@@ -22,7 +22,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import QRFactor, by_rows
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_odd, scalar
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_nonfinite, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
@@ -170,7 +170,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
     x, s = grid.backend.empty(b.block.shape, b.dtype), grid.backend.empty((0,), a.real.dtype)
     if grid.inside:
         if not (kernels.finite(a.block) and kernels.finite(b.block)):
-            problem = "odd"
+            problem = "nonfinite"
         else:
             (matrix, unit), (sides, other) = (kernels.in_range(each.block[None]) for each in (a, b))
             try:
@@ -184,7 +184,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
     reported = grid.world.share((problem, int(rank)), others="alike")
-    refuse_odd(any(p == "odd" for p, _ in reported), "lstsq")
+    refuse_nonfinite(any(p == "nonfinite" for p, _ in reported), "lstsq")
     if wrong := next((p for p, _ in reported if p), ""):
         raise LinAlgError(wrong)
     layout = Layout(None, None)
@@ -205,7 +205,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
 
     factor = factored()
     if wide:
-        refuse_odd(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
+        refuse_nonfinite(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
     least, most, side = factor.extremes(b) if k else (0.0, 0.0, 1.0)
     unit = kernels.unit(most or _largest(a) if k else 1.0, a.dtype)  # where R overflows `most` is 0

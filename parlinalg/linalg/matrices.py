@@ -26,7 +26,7 @@ LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
 CROWDED = 4
 """The most ranks a core for which only as many ranks as cores factor a matrix."""
-ODD = "NaNs or infinities"
+NONFINITE = "NaNs or infinities"
 INDEFINITE = "cholesky takes positive definite matrices; the leading minor of order {} is not positive"
 NEGLIGIBLE = 10
 """Up to this size, in units of n ε ‖A‖, negative eigenvalues and differences of eigenvalues count as rounding."""
@@ -164,9 +164,10 @@ def check_order(what: str, order: Any) -> None:
         raise ValueError(f"{what} is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {order!r}")
 
 
-def refuse_odd(odd: bool | float, name: str) -> None:
-    if odd:
-        raise ValueError(f"{name} takes finite numbers; the array has {ODD}")
+def refuse_nonfinite(nonfinite: bool | float, name: str) -> None:
+    """Raise ValueError if an array that a function was given has NaNs or infinities."""
+    if nonfinite:
+        raise ValueError(f"{name} takes finite numbers; the array has {NONFINITE}")
 
 
 def scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
@@ -192,8 +193,8 @@ def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name
     if finite:
         for numbers in (t.view(real) for t in parts if t.size and has_values(t)):
             largest = max(largest, float(numbers.max()), -float(numbers.min()))
-    odd, largest = tiles.worst([not finite, largest])
-    refuse_odd(odd, name)
+    nonfinite, largest = tiles.worst([not finite, largest])
+    refuse_nonfinite(nonfinite, name)
     scale = kernels.unit(largest, dtype, squares=True)
     if scale != 1:
         for t in parts:
@@ -268,16 +269,16 @@ def batches(
         blocks = [namespace(block).tril(block) for block in blocks]
     wrong: tuple[list[int], str] | None = None
     results: Any = ()
-    odd = check and not all(map(kernels.finite, blocks))
+    nonfinite = check and not all(map(kernels.finite, blocks))
     try:
         with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
-            results = local(arrays[0].xp, *blocks) if not odd else ()
+            results = local(arrays[0].xp, *blocks) if not nonfinite else ()
     except LinAlgError as error:
         corner = [r.start for r in grid.block(cut, stacks)]
         wrong = _first_wrong(lambda *one: local(arrays[0].xp, *one), blocks, corner, error)
     blocks = list(results) if isinstance(results, tuple) else [results]
-    reported = grid.world.share((odd, wrong), others="alike")
-    refuse_odd(any(each for each, _ in reported), name)
+    reported = grid.world.share((nonfinite, wrong), others="alike")
+    refuse_nonfinite(any(each for each, _ in reported), name)
     raise_first((each for _, each in reported), name)
     made = []
     for block in blocks:

@@ -19,7 +19,7 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LUFactor, QRFactor, cho_factor, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
-from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_odd
+from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_nonfinite
 from parlinalg.linalg.spectral import counted, eigh, svd
 from parlinalg.linalg.systems import solve_triangular
 from parlinalg.linalg.tiles import worst
@@ -592,7 +592,7 @@ def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
 def _finite(x: DistArray, name: str) -> DistArray:
     """Return the array with its terms summed; refuse NaNs and infinities."""
     x = x.redistribute(x.layout.with_partial(()))
-    refuse_odd(not truth(np.isfinite(x).all(), "finite", "whether the elements are finite"), name)
+    refuse_nonfinite(not truth(np.isfinite(x).all(), "finite", "whether the elements are finite"), name)
     return x
 
 

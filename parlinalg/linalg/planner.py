@@ -156,7 +156,7 @@ class LinalgPlan:
         """
         shape = (max(self.m, self.n), min(self.m, self.n)) if self.routine == "svd" else (self.m, self.n)
         small = self.routine in ("qr", "lstsq") or (self.routine == "svd" and costs.small_triangle(shape, self.ranks))
-        return small and costs.by_gram(shape, self.ranks)
+        return small and tile_sizes.by_gram(shape, self.ranks)
 
     @property
     def alone(self) -> bool:

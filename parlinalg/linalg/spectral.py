@@ -26,14 +26,14 @@ from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
-    ODD,
+    NONFINITE,
     LinAlgError,
     as_matrix,
     batches,
     check_order,
     distributed,
     limits,
-    refuse_odd,
+    refuse_nonfinite,
     scaled,
     tiles_for,
 )
@@ -87,10 +87,9 @@ def eigh(
     LinAlgError
         If a leading minor of B is not positive, which it names, or eigenvalues of A v = w B v overflow.
     """
+    x, b = _operands("eigh", x, b)
     if b is not None:
-        x, b = as_matrix(x, "eigh", square=True), as_matrix(b, "eigh", square=True)
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    x = as_matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = EighResult(*batches("eigh", lambda xp, a: kernels.eigh(a), eigh, x, lower=True))
@@ -108,6 +107,11 @@ def eigh(
     return EighResult(distributed(values, Layout(layout.dims[-1]), x.grid), found)
 
 
+def _operands(name: str, x: Any, b: Any) -> tuple[DistArray, DistArray | None]:
+    """Return A and B of A v = w B v as matrices; without B None."""
+    return as_matrix(x, name, square=True), None if b is None else as_matrix(b, name, square=True)
+
+
 def _unscaled(values: Any, scale: float) -> Any:
     """Return values of a matrix that was multiplied by `scale`, without it; what is out of range is infinite."""
     with np.errstate(over="ignore"):
@@ -120,10 +124,9 @@ def eigvalsh(
     subset_by_value: tuple[float, float] | None = None,
 ) -> DistArray:  # fmt: skip
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
+    x, b = _operands("eigvalsh", x, b)
     if b is not None:
-        x, b = as_matrix(x, "eigvalsh", square=True), as_matrix(b, "eigvalsh", square=True)
         return generalized_values(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    x = as_matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = batches("eigvalsh", lambda xp, a: kernels.eigh(a, vectors=False), eigvalsh, x, lower=True)[0]
@@ -159,11 +162,11 @@ def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not str(error).endswith(ODD):
+        if not str(error).endswith(NONFINITE):
             raise
         for which, each in (("a", a), ("b", b)):
             if not bool(isfinite(tril(getattr(each, "data", each))).all()):
-                raise ValueError(f"{name} takes finite numbers; {which} has {ODD}") from None
+                raise ValueError(f"{name} takes finite numbers; {which} has {NONFINITE}") from None
         raise LinAlgError(
             f"{name}: eigenvalues w of a v = w b v are beyond the largest number of {a.dtype}, as is L⁻¹ a L⁻ᴴ with "
             "b = L Lᴴ; multiply a by a small number, or b by a large one"
@@ -391,7 +394,7 @@ def _from_first_rank(
         for size in sizes
     ]
     if grid.inside and not kernels.finite(a):
-        problem = ODD
+        problem = NONFINITE
     elif grid.inside and grid.everyone.rank == 0:
         try:
             with np.errstate(all="ignore"), kernels.raising(a):
@@ -406,7 +409,7 @@ def _from_first_rank(
     if grid.inside:
         grid.everyone.barrier()
     reported = grid.world.share(problem, others="alike")
-    refuse_odd(ODD in reported, name)
+    refuse_nonfinite(NONFINITE in reported, name)
     if wrong := next(filter(None, reported), ""):
         raise LinAlgError(wrong)
     for each in found if grid.inside else ():
@@ -433,7 +436,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     x = x * unit if unit != 1 else x
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
-    refuse_odd(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
+    refuse_nonfinite(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
     u = halley(r)
     if u is None:
         return None

@@ -24,7 +24,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
 from parlinalg.linalg.lu import determinant
-from parlinalg.linalg.matrices import INDEFINITE, LinAlgError, as_matrix, naming, raise_first, refuse_odd
+from parlinalg.linalg.matrices import INDEFINITE, LinAlgError, as_matrix, naming, raise_first, refuse_nonfinite
 from parlinalg.linalg.tiles import worst
 
 
@@ -151,12 +151,12 @@ class FactorStack(Factor):
             self._unite()
             return
         block = a.grid.backend.to_host(a.redistribute(Layout(*self._cut.dims, None, None)).block)
-        odd = not kernels.finite(block)
-        if a.grid.inside and not odd:
+        nonfinite = not kernels.finite(block)
+        if a.grid.inside and not nonfinite:
             with np.errstate(all="ignore"):
                 self.held = [local(each) for each in _listed(block)]
-        reported = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
-        refuse_odd(any(each for each, _ in reported), name)
+        reported = a.grid.world.share((nonfinite, self._first(lambda f: f.problem)), others="alike")
+        refuse_nonfinite(any(each for each, _ in reported), name)
         raise_first(problem for _, problem in reported)
         self._unite()
 
@@ -200,7 +200,7 @@ class FactorStack(Factor):
             indices = np.ndindex(*self.stacks)
             if b is not None:
                 b = b.summed()
-                self._refuse_odd(check, b.block)
+                self._refuse_nonfinite(check, b.block)
             each = [one(f) if b is None else one(f, b[at]) for f, at in zip(self.held, indices, strict=True)]
             return reshape(stack(each), shape).redistribute(final)
         layout = Layout(*self._cut.dims, *[None] * len(core))
@@ -208,7 +208,7 @@ class FactorStack(Factor):
         sides: Any = None
         if b is not None:
             moved = b.redistribute(Layout(*self._cut.dims, None, None))
-            self._refuse_odd(check, moved.block)
+            self._refuse_nonfinite(check, moved.block)
             sides = _listed(grid.backend.to_host(moved.block))
         flat = out.reshape(len(self.held), *core) if grid.inside else out
         for number, factor in enumerate(self.held):
@@ -230,10 +230,10 @@ class FactorStack(Factor):
             )
         return broadcast_to(self._of_one_dtype(b, given.dtype), (*self.stacks, *b.shape[-2:]))
 
-    def _refuse_odd(self, check: bool, block: Any) -> None:
+    def _refuse_nonfinite(self, check: bool, block: Any) -> None:
         """Raise an error on all ranks if `check` is given and a rank's right-hand sides have NaNs or infinities."""
         if check:
-            refuse_odd(worst(self.grid, [not kernels.finite(block)])[0], "solve")
+            refuse_nonfinite(worst(self.grid, [not kernels.finite(block)])[0], "solve")
 
     def _solved(self, b: DistArray, rows: int, n: int, solve: Callable[..., Any], check: bool) -> DistArray:
         sides = self._matrices_of(b, rows)

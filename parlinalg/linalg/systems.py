@@ -15,7 +15,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
 from parlinalg.linalg.krylov import gmres
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, checked_tiles, refuse_odd, tiles_for
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, checked_tiles, refuse_nonfinite, tiles_for
 from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
 from parlinalg.linalg.vectors import assumed_steps
@@ -259,10 +259,10 @@ def triangular_solution(
     if finite:
         return x
     finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
-    odd, zero = map(int, worst(a.grid, [not (finite and kernels.finite(x.block)), zero]))
-    if check and (odd or zero):  # by what was given?
-        odd = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
-        refuse_odd(worst(a.grid, [odd])[0], "solve_triangular")
+    nonfinite, zero = map(int, worst(a.grid, [not (finite and kernels.finite(x.block)), zero]))
+    if check and (nonfinite or zero):  # by what was given?
+        nonfinite = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
+        refuse_nonfinite(worst(a.grid, [nonfinite])[0], "solve_triangular")
     if zero:
         raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
     return x

@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parlinalg import tunables
+from parlinalg.layout import Layout
 from parlinalg.linalg.eigh import PANEL
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, depths
@@ -70,6 +71,17 @@ class Time(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
+
+
+def by_gram(shape: tuple[int, ...], ranks: int) -> bool:
+    """Return True if `qr` first tries the Gram matrix of a matrix of this shape, which leaves it in its layout."""
+    m, n = shape
+    return bool(n) and m >= TALL * n and n * ranks <= m
+
+
+def rows_alone(sizes: Mapping[str, int]) -> Layout:
+    """Return the layout of such a matrix in which all axes of a grid cut its rows."""
+    return Layout(tuple(a for a, size in sizes.items() if size > 1), None)
 
 
 def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:

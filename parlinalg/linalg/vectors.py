@@ -17,7 +17,7 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.matrices import ODD, LinAlgError, real_number
+from parlinalg.linalg.matrices import NONFINITE, LinAlgError, real_number
 from parlinalg.linalg.tiles import worst
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
@@ -358,8 +358,8 @@ def met_odd(name: str, when: str = "", /, **arguments: Any) -> LinAlgError:
     """Return the error of a method that met NaNs or infinities, and name the argument that has them.  Collective."""
     for argument, value in arguments.items():
         if isinstance(value, DistArray) and worst(value.grid, [not kernels.finite(value.block)])[0]:
-            return LinAlgError(f"{name} takes finite numbers; {argument} has {ODD}")
-    return LinAlgError(f"{name} met {ODD}{when}")
+            return LinAlgError(f"{name} takes finite numbers; {argument} has {NONFINITE}")
+    return LinAlgError(f"{name} met {NONFINITE}{when}")
 
 
 def converted(y: DistArray, dtype: np.dtype[Any], what: str) -> DistArray:

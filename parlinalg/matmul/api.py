@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.align import broadcast_shape, is_explicit
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import broadcast_to
 from parlinalg.array.ufuncs import PRODUCT
@@ -77,7 +77,7 @@ def matmul(
     if beta and out is None:
         raise ValueError(f"matmul: beta = {beta} needs out=, the array it multiplies")
     if out is not None:
-        if layout is not None and effective(layout, grid) != effective(out.layout, grid):
+        if layout is not None and grid.effective(layout) != grid.effective(out.layout):
             raise mismatch("matmul: layout= and the layout of out differ", layout, out.layout)
         same_grid([a, out])
         layout = out.layout
@@ -107,7 +107,7 @@ def matmul(
         return y
     if out.shape != y.shape:
         raise ValueError(f"matmul: out has shape {out.shape}, the product {y.shape}")
-    if effective(out.layout, grid) != effective(y.layout, grid):
+    if grid.effective(out.layout) != grid.effective(y.layout):
         y = y.redistribute(out.layout)
     if beta:
         y = y.like(y.block + out.block * beta)
@@ -132,7 +132,7 @@ def _check_summed(names: str, operands: tuple[Any, Any]) -> None:
     for name, x in zip(names, operands, strict=True):
         if not x.ndim:
             raise ValueError(f"matmul: {name} has no dims; multiply by a scalar with *")
-        if effective(x.layout, x.grid).partial:
+        if x.grid.effective(x.layout).partial:
             raise LayoutError(
                 f"matmul: {name} is {x.layout!r}, not summed yet; sum it by "
                 f".redistribute({x.layout.with_partial(())!r})"
@@ -147,7 +147,7 @@ def _can_write_to(out: DistArray, plan: Plan, shape: Shape, x: DistArray, w: Dis
         and out.shape == shape
         and out.dtype == dtype
         and work_dtype(dtype) == dtype
-        and effective(out.layout, grid) == effective(plan.y, grid)
+        and grid.effective(out.layout) == grid.effective(plan.y)
         and out.block.flags.c_contiguous
     )
 

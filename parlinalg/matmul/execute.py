@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, same_grid
+from parlinalg.array.core import same_grid
 from parlinalg.backend import backend_of
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels.rows import add_to
@@ -47,7 +47,7 @@ def check_operands(plan: Plan, x: DistArray, w: DistArray) -> Shape:
         if array.layout == want:
             continue
         want.check(array.shape, grid.sizes)
-        if effective(array.layout, grid) != effective(want, grid):
+        if grid.effective(array.layout) != grid.effective(want):
             raise LayoutError(
                 f"matmul: {name} has {array.layout!r}, the plan takes {want!r}; mend it by .redistribute({want!r})"
             )

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective
 from parlinalg.backend.blas import add_product
 from parlinalg.backend.halves import work_dtype
 from parlinalg.comm import Handle
@@ -121,7 +120,7 @@ def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[BufferSize]:
 
 def _nested(rest: Layout, work: Layout, dim: int, grid: Grid) -> bool:
     """Return True if the pieces of `dim` at rest are pieces of its pieces at work, by axes that cut nothing else."""
-    rest, work = effective(rest, grid), effective(work, grid)
+    rest, work = grid.effective(rest), grid.effective(work)
     have, want = rest.dims[dim], work.dims[dim]
     return have[: len(want)] == want and not set(have[len(want) :]) & set(work.cut_axes)
 
@@ -146,8 +145,8 @@ class Operand:
     def of(cls, array: DistArray, work: Layout, dim: int) -> Operand:
         """Return the array as it lies in memory; one whose pieces do not nest is brought to work whole first."""
         grid, order = array.grid, array.order
-        block, rest, shape = array.block, effective(array.layout, grid), array.shape
-        work = effective(work, grid)
+        block, rest, shape = array.block, grid.effective(array.layout), array.shape
+        work = grid.effective(work)
         if grid.world.checked:
             check_block_replicas(block, rest, grid)
         if not _nested(rest, work, dim, grid):
@@ -267,7 +266,7 @@ def _streamed(
 ) -> Block:  # fmt: skip
     """Return y in panels along `dim`, each reduced to where it rests as soon as it is computed."""
     grid = operand.grid
-    work, rest = effective(plan.y_work, grid), effective(plan.y, grid)
+    work, rest = grid.effective(plan.y_work), grid.effective(plan.y)
     nested = _nested(plan.y, plan.y_work, dim, grid)
     left = tuple(a for a in work.partial if a not in rest.cut_axes)  # summed at the end, over all panels at once
     goal = rest.with_partial(left) if nested else work

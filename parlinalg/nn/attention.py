@@ -10,7 +10,6 @@ from numpy.typing import DTypeLike
 
 from parlinalg import random
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective
 from parlinalg.autograd import Tensor, ops
 from parlinalg.autograd.ops.attention import Drop
 from parlinalg.autograd.ops.attention_masks import BlockMask, Mask, check_window
@@ -176,7 +175,7 @@ class Attention(Module):
             q = self._turned(self.q(x), start, now, self.group)
             kv = self._turned(self.kv(x if context is None else context), start, now, 1)
         rest = q.layout if kv is None else Layout(*q.layout.dims)
-        s = effective(q.layout, q.grid).dims[1]
+        s = q.grid.effective(q.layout).dims[1]
         ring = () if mask is not None or cache is not None else tuple(a for a in s if a not in self.scheme.ulysses)
         q, kv = self._exchanged(q, kv, s[len(ring) :])
         if cache is not None and kv is not None:
@@ -187,7 +186,7 @@ class Attention(Module):
             "causal": self.causal, "window": self.window, "documents": now.documents, "dropout": self._draw(x),
             "positions": None if self.cross else now.positions,
         }  # fmt: skip
-        if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
+        if isinstance(key_padding, DistArray) and x.grid.effective(key_padding.layout).dims[1]:
             key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
         if ring:
             y = ops.ring_attention(q, kv, axis=ring[0], key_padding=key_padding, **seen)
@@ -214,13 +213,13 @@ class Attention(Module):
 
     @staticmethod
     def _over_heads(z: Tensor, axes: Cut) -> Tensor:
-        b, s, heads, group, e = effective(z.layout, z.grid).dims
+        b, s, heads, group, e = z.grid.effective(z.layout).dims
         return z.redistribute(Layout(b, s[: len(s) - len(axes)], heads + axes, group, e))
 
     def _back(self, y: Tensor, rest: Layout) -> Tensor:
         """Bring the result of attention back to the layout that its queries had before the exchange."""
         if y.shape[2] == self.kv_heads:
-            return y if effective(y.layout, y.grid) == effective(rest, y.grid) else y.redistribute(rest)
+            return y if y.grid.effective(y.layout) == y.grid.effective(rest) else y.redistribute(rest)
         heads = y.redistribute(Layout(*rest.dims[:3], None, None))
         return ops.reshape(heads, (*y.shape[:2], self.kv_heads, self.group, self.head_dim))
 

@@ -309,6 +309,33 @@ def _followed(order: Sequence[Instruction]) -> list[tuple[bool, bool]]:
     return found
 
 
+class _Held:
+    """What a rank holds of each chunk as its computations follow each other, and the moments of these."""
+
+    def __init__(self, chunks: int, order: Sequence[Instruction]) -> None:
+        self.now, self.pending, self.passed = ([0] * chunks for _ in range(3))  # `passed`: forward passes
+        self.before: dict[tuple[int, int], tuple[int, ...]] = {}  # those with which a microbatch's ended
+        self.moments: set[Moment] = set()
+        self.ahead, self.following = _ahead(order), _followed(order)
+
+    def compute(self, n: int, i: Instruction) -> None:
+        """Add the moment of computation i, which is number n of the order."""
+        kind = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op
+        since: tuple[int, ...] = ()
+        if i.op is Op.FORWARD:
+            self.now[i.chunk] += 1
+            self.passed[i.chunk] += 1
+            self.before[i.chunk, i.microbatch] = tuple(self.passed)
+        elif kind is Op.BACKWARD:
+            then = self.before.pop((i.chunk, i.microbatch))
+            since = tuple(min(k, n - m) for k, n, m in zip(self.now, self.passed, then, strict=True))
+        self.moments.add(
+            Moment(i.chunk, kind, tuple(self.now), tuple(self.pending), self.ahead[n], since, *self.following[n])
+        )
+        self.now[i.chunk] -= kind is Op.BACKWARD
+        self.pending[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)
+
+
 @dataclass(frozen=True)
 class Dependencies:
     """The instructions of a schedule that take time, each after all that it waits for.
@@ -354,12 +381,7 @@ class Dependencies:
         sent: dict[Message, tuple[int, int]] = {}
         waiting: dict[Message, int] = {}
         last, at = [0] * schedule.ranks, [0] * schedule.ranks
-        held, pending = ([[0] * len(chunks) for chunks in schedule.chunks] for _ in range(2))
-        passed = [[0] * len(chunks) for chunks in schedule.chunks]  # forward passes
-        before: dict[tuple[int, int, int], tuple[int, ...]] = {}  # those with which a microbatch's ended
-        moments: list[set[Moment]] = [set() for _ in held]
-        ahead = [_ahead(order) for order in schedule.orders]
-        following = [_followed(order) for order in schedule.orders]
+        held = [_Held(len(own), order) for own, order in zip(schedule.chunks, schedule.orders, strict=True)]
         ready = deque(range(schedule.ranks))
 
         def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
@@ -395,26 +417,11 @@ class Dependencies:
                     apart = i.op in (Op.REDUCE_GRADIENTS, Op.STEP)
                     add(rank, i, (i.op, rank if apart else stages[i.chunk]), *(arrived or (0, 0)))
                     arrived = None
-                    if i.op not in COMPUTE:
-                        continue
-                    now, later = held[rank], pending[rank]
-                    kind = Op.BACKWARD if i.op is Op.BACKWARD_INPUT else i.op
-                    since: tuple[int, ...] = ()
-                    if i.op is Op.FORWARD:
-                        now[i.chunk] += 1
-                        passed[rank][i.chunk] += 1
-                        before[rank, i.chunk, i.microbatch] = tuple(passed[rank])
-                    elif kind is Op.BACKWARD:
-                        then = before.pop((rank, i.chunk, i.microbatch))
-                        since = tuple(min(k, n - m) for k, n, m in zip(now, passed[rank], then, strict=True))
-                    moments[rank].add(
-                        Moment(i.chunk, kind, tuple(now), tuple(later), ahead[rank][n], since, *following[rank][n])
-                    )
-                    now[i.chunk] -= kind is Op.BACKWARD
-                    later[i.chunk] += (i.op is Op.BACKWARD_INPUT) - (i.op is Op.BACKWARD_WEIGHT)
+                    if i.op in COMPUTE:
+                        held[rank].compute(n, i)
         if waiting:
             raise ScheduleError(_deadlock(schedule, {r: schedule.orders[r][at[r]] for r in waiting.values()}))
-        return cls(nodes, list(kinds), list(edges), ranks, what, tuple(map(_fullest, moments)))
+        return cls(nodes, list(kinds), list(edges), ranks, what, tuple(_fullest(each.moments) for each in held))
 
     @property
     def held(self) -> tuple[int, ...]:

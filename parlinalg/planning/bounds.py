@@ -32,7 +32,7 @@ class Floor(NamedTuple):
     forward, backward : float
         Seconds of a pass.
     pending, made : int
-        Of what is `Part.pending` all, and what the backward pass makes new.
+        All of `Part.pending`, and what of it the backward pass makes new.
     ties : tuple of Rest
         Bytes at rest of each parameter that several layers of the model hold: a rank with two of these has it once.
     """
@@ -124,8 +124,8 @@ class Bounds:
     def within(self, c: Candidate, memory: int) -> tuple[float, int]:
         """Return seconds and bytes that no step of a candidate can be below in so much memory, by traces of its layers.
 
-        Of all sets of kinds that it may offload, those count with which it may fit; the seconds are infinite if none
-        does.  A rank waits for what comes and goes beside its passes.
+        The seconds are the least over the sets of kinds to offload with which it may fit, and infinite if it fits with
+        none.  A rank waits for what comes and goes beside its passes.
         """
         model, own, message = self.model, [[0]], 0
         layers = model.layers_of_one_copy(c)
@@ -177,9 +177,9 @@ class Bounds:
         on the host), and what its operations make is new memory.  So two layers save nothing in common but an output
         between them: it is left out of the first one's bytes, and is among the second one's once, if that saves it.
         Then no byte is in the sum that the stage does not keep, whatever the layers recompute or share of weights.
-        Copies, and ZeRO's gathered weights, only add.  Of what is pending of a layer what is passed between layers is
-        left out, which others may keep too: its output, and the gradient of its input.  If activations are offloaded,
-        what is kept from the forward pass on may not be back.  Where gradients of weights come later, what is kept may
+        Copies, and ZeRO's gathered weights, only add.  What is pending of a layer counts without its output and the
+        gradient of its input, which other layers may keep too.  If activations are offloaded, what is kept from the
+        forward pass on may not be back.  Where gradients of weights come later, what is kept may
         be gone by then, so that only the pass for those of inputs counts.
 
         This takes outputs that fill their memory, as those of the library's layers do.  An output that is a view of

@@ -102,6 +102,8 @@ class Timeline:
         That of the most operations.
     ranks : int
         The size of the world.
+    memory : dict of int to tuple
+        By rank, when a category's bytes change: seconds, category, bytes from then on.
     simulation : Simulation, optional
         Of the pipeline.
     """
@@ -321,14 +323,14 @@ class _Operation:
     transfer: Transfer
     members: frozenset[int]
     group: tuple[Any, ...]
-    posted: dict[int, Start] = field(default_factory=dict)
+    posted: dict[int, Start] = field(default_factory=dict)  # the calls of the representatives that have started it
     begun: float = math.inf
     ended: float = math.inf
-    latency: float = 0.0
-    left: float = 0.0
+    latency: float = 0.0  # seconds left of it
+    left: float = 0.0  # seconds of bytes left, alone on the link
     turned: bool = False  # a rank that has computed waits for it
     computing: float = 1.0  # times as long as it takes while its ranks compute
-    credit: dict[int, float] = field(default_factory=dict)
+    credit: dict[int, float] = field(default_factory=dict)  # the share that may pass until a representative polls again
 
     @property
     def moving(self) -> bool:
@@ -388,8 +390,9 @@ class _Run:
         self.machine, self.on_node, self.size = machine, on_node, traces[0].size
         self.polled = machine.overlap.progress == "polls"
         self.slowdown = 1.0 + machine.overlap.slowdown
-        self.always = self.slowdown if pending and self.polled else 1.0
+        self.always = self.slowdown if pending and self.polled else 1.0  # of all computing
         self.crowd = machine.crowd(on_node, self.size)
+        # a rank that computes is faster while others wait
         self.uneven = self.crowd > 1 and len(traces) > 1 and min(machine.overlap.waiting, machine.overlap.receiving) < 1
         self.calls_cost = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
@@ -398,10 +401,10 @@ class _Run:
         for i, trace in enumerate(traces):
             self.of_class |= dict.fromkeys((*trace.stands_for, trace.rank), i)
         self.beside = [self._beside(trace.rank) for trace in traces] if self.uneven else []
-        self.open: dict[tuple[Any, ...], _Operation] = {}
-        self.counts: Counter[tuple[int, tuple[Any, ...]]] = Counter()
-        self.last: dict[tuple[Any, ...], _Operation] = {}
-        self.flying: dict[_Operation, None] = {}
+        self.open: dict[tuple[Any, ...], _Operation] = {}  # not yet started by all, by what their calls have in common
+        self.counts: Counter[tuple[int, tuple[Any, ...]]] = Counter()  # calls of a representative in a group
+        self.last: dict[tuple[Any, ...], _Operation] = {}  # the operation under way in each group
+        self.flying: dict[_Operation, None] = {}  # all that are started and not ended
         self.intervals: list[Interval] = []
         self.spans: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.held: dict[int, Counter[str]] = defaultdict(Counter)

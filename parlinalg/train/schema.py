@@ -170,7 +170,7 @@ def override(kind: type[Section], values: Mapping[str, Any], settings: Sequence[
     Raises
     ------
     ConfigError
-        If a setting is not of the form key.key=value, or goes through a value that is no dict.
+        If a setting is not of the form key.key=value, or goes through a value that is no dict, or a dict holds itself.
     """
     result = _copied(values)
     for setting in [settings] if isinstance(settings, str) else settings:
@@ -197,8 +197,16 @@ def override(kind: type[Section], values: Mapping[str, Any], settings: Sequence[
     return result
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copied(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+def _copied(values: Mapping[str, Any], path: tuple[str, ...] = (), outer: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Return a dict, and those within it, as new ones; raise a ConfigError if one contains itself."""
+    for depth, known in enumerate(outer):
+        if known is values:
+            which = f"the dict {'.'.join(path[:depth])}" if depth else "the configuration"
+            raise ConfigError(f"{'.'.join(path)} is {which} itself: a dict cannot contain itself")
+    return {
+        name: _copied(value, (*path, str(name)), (*outer, values)) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------- checks

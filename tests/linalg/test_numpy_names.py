@@ -640,7 +640,7 @@ def test_arrays_given_as_flags_of_methods(grid, home):
     further = {"astype": float, "reshape": (16,), "top_k": 1, "digitize": array[0], "fill_diagonal": 1.0}
     further |= dict.fromkeys(("quantile", "percentile", "nanquantile", "nanpercentile"), 0.5)
     further |= dict.fromkeys(("allclose", "array_equal", "isclose", "intersect1d", "setdiff1d", "setxor1d"), array)
-    others = {"array", "linspace", "explicit", "einsum", "einsum_path", "plan_linalg", "plan_training"}
+    others = {"explicit", "einsum", "einsum_path", "plan_linalg", "plan_training"}
     others |= {"overwrite_input", "sorted", "assume_unique"}  # not taken here
     for name in pla.__all__ if home is pla else dir(home):
         function = getattr(home, name)

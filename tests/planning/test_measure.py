@@ -281,6 +281,45 @@ def test_scores_and_products_of_attention() -> None:
 
 
 @pytest.mark.serial
+def test_kernels_within_kernels_are_not_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And calls are as before once all are timed, also if one fails."""
+
+    def inner(x: Any) -> Any:
+        return x + 1
+
+    def outer(x: Any) -> Any:
+        if failing:
+            raise ArithmeticError
+        return kernels.Kernel(inner, 1)(x)
+
+    failing: list[bool] = []
+    example = kernels.Example("both", lambda x: kernels.Kernel(outer, 1)(kernels.Kernel(inner, 1)(x)), ("x",))
+    monkeypatch.setattr(kernels, "examples", lambda: [example])
+    monkeypatch.setattr(kernels, "samples", lambda rows, width: {"x": np.ones((rows, width))})
+    monkeypatch.setattr(kernel_rates, "FAR", 1 << 20)
+    calls: list[str] = []
+
+    def clock(backend: Any) -> Callable[[Callable[[], None]], float]:
+        def timed(call: Callable[[], None]) -> float:
+            calls.append("timed")
+            call()
+            return 2.0
+
+        return timed
+
+    monkeypatch.setattr(kernel_rates, "DeviceClock", clock)
+    found = kernel_rates._timed_kernels(NUMPY, 128, 256, GemmRate(1e9, "by hand"), 0.0)
+    assert sorted(found.values()) == [2.0, 2.0]
+    assert len(calls) == 2 * kernel_rates.CALLS_OF_KERNELS
+    assert {name.rpartition(".")[2] for name, _ in found} == {"inner", "outer"}
+    assert kernels.Kernel.around is None
+    failing.append(True)
+    with pytest.raises(ArithmeticError):
+        kernel_rates._timed_kernels(NUMPY, 128, 256, GemmRate(1e9, "by hand"), 0.0)
+    assert kernels.Kernel.around is None
+
+
+@pytest.mark.serial
 def test_rates_by_size() -> None:
     found = {"rate exp 10": 3.0, "rate exp 5": 2.0, "overhead": 1.0, "rate a.b 7": 4.0}
     assert kernel_rates.rate_rows(found) == {"exp": ((5.0, 2.0), (10.0, 3.0)), "a.b": ((7.0, 4.0),)}

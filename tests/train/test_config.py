@@ -306,6 +306,17 @@ def test_settings_without_key_or_value_are_refused(setting: str) -> None:
     refused(lambda: config.override({}, [setting]), "KEY=VALUE", setting)
 
 
+def test_a_dict_that_contains_itself_is_refused() -> None:
+    given: dict[str, Any] = {"seed": 1}
+    refused(lambda: load(given | {"model": given}), "unknown key 'seed'")  # twice, but not within itself
+    given["parallel"] = {"data": 1, "tensor": given}
+    refused(lambda: load(given), "parallel.tensor is the configuration itself")
+    tensor: dict[str, Any] = {"size": 1}
+    tensor["shape"] = tensor
+    refused(lambda: load({"parallel": {"tensor": tensor}}), "parallel.tensor.shape is the dict parallel.tensor itself")
+    refused(lambda: parse({"parallel": {"tensor": tensor}}), "parallel.tensor.shape must be a list or tuple")
+
+
 def test_settings_are_checked_as_the_file_is(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     file.write_text("import math\nfrom os import path\n_width = 7\nmodel = dict(hidden=[_width])\ndef f(): pass\n")

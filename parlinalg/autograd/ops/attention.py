@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, same_grid
+from parlinalg.array.core import same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.ops.attention_masks import BlockMask, Documents, Mask, checked_positions, visible
 from parlinalg.autograd.ops.product import nothing
@@ -156,10 +156,10 @@ def checked(x: DistArray, y: DistArray | None, name: str, ring: Cut = ()) -> tup
     if y is not None and (x.shape[0], x.shape[2], x.shape[4]) != (y.shape[0], y.shape[2], y.shape[4]):
         raise ValueError(f"{name} takes {form}: b, kv heads and e are equal in both; the shapes are {shapes}")
     group = x.shape[3] - 2 if y is None else x.shape[3]
-    b, _, heads, g, _ = (tuple(a for a in cut if a not in ring) for cut in effective(x.layout, grid).dims)
+    b, _, heads, g, _ = (tuple(a for a in cut if a not in ring) for cut in grid.effective(x.layout).dims)
     want = Layout(b, ring, heads, None if y is None else g, None)
     for what, array, right in (("q", x, want), ("kv", y, Layout(b, ring, heads, None, None))):
-        if array is not None and effective(array.layout, grid) != right:
+        if array is not None and grid.effective(array.layout) != right:
             also = f"the sequence by {ring[0]!r}, and else " if ring else ""
             raise LayoutError(
                 f"{name}: {what} of shape {array.shape} is {array.layout!r}; {also}only the batch and the heads are "

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective
 from parlinalg.backend.kernels.attention.visibility import TokenPositions, Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout
@@ -132,7 +131,7 @@ def _items(x: DistArray) -> slice:
 def _distributed(x: DistArray, documents: DistArray) -> np.ndarray:
     whole = whole_sequence(x, documents, "documents")
     block: np.ndarray = x.grid.backend.to_host(whole.block)
-    return block if effective(whole.layout, x.grid).dims[0] or not x.layout.dims[0] else block[_items(x)]
+    return block if x.grid.effective(whole.layout).dims[0] or not x.layout.dims[0] else block[_items(x)]
 
 
 def whole_sequence(x: DistArray, array: DistArray, name: str) -> DistArray:
@@ -140,7 +139,7 @@ def whole_sequence(x: DistArray, array: DistArray, name: str) -> DistArray:
     grid = x.grid
     if array.ndim != 2 or array.shape[0] != x.shape[0]:
         raise ValueError(f"attention: {name} has shape {array.shape}, not [b, s] = {x.shape[:2]}")
-    have, want = effective(array.layout, grid), effective(x.layout, grid)
+    have, want = grid.effective(array.layout), grid.effective(x.layout)
     if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims[:2], strict=True)):
         raise LayoutError(
             f"attention: {name} is {array.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as that of "
@@ -291,10 +290,10 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
         raise TypeError(f"attention: {name} has bools, True where a key is seen, not {mask.dtype}")
     grid = x.grid
     sizes = zip(cuts, mask.shape, full, strict=True)
-    want = effective(Layout(*(c if n == whole else () for c, n, whole in sizes)), grid)
+    want = grid.effective(Layout(*(c if n == whole else () for c, n, whole in sizes)))
     have = Layout.replicated(len(cuts))
     if isinstance(mask, DistArray):
-        have = effective(mask.layout, grid)
+        have = grid.effective(mask.layout)
         if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims, strict=True)):
             raise LayoutError(
                 f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim must be whole or cut as "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, mismatch
+from parlinalg.array.core import mismatch
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum, multiply
@@ -72,9 +72,9 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
     y, gates = as_tensor(y), as_tensor(gates)
     queues = routing.queues
     grid, features, partial = queues.grid, y.layout.dims[3], y.layout.partial
-    if effective(y.layout, grid) != effective(want := queues.layout(features).with_partial(partial), grid):
+    if grid.effective(y.layout) != grid.effective(want := queues.layout(features).with_partial(partial)):
         raise mismatch("combine: the experts' results do not lie as their queues", y.layout, want)
-    if effective(gates.layout, grid) != effective(want := Layout(*queues.tokens.dims[:2], None), grid):
+    if grid.effective(gates.layout) != grid.effective(want := Layout(*queues.tokens.dims[:2], None)):
         raise mismatch("combine: the gates are not cut as the tokens", gates.layout, want)
     width, shape = y.block.shape[-1], (*queues.shape, y.shape[3])
     terms = (*partial, *queues.replicating)

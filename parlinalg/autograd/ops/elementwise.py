@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from parlinalg.array.core import effective, mismatch
+from parlinalg.array.core import mismatch
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term, conjugated
 from parlinalg.autograd.rule import Part
@@ -155,7 +155,7 @@ def swiglu(x: Any) -> Tensor:
     if not x.ndim or x.shape[-1] != 2:
         raise ValueError(f"swiglu of shape {x.shape}; it takes [..., 2]: a gate and a value for each result")
     whole = data.layout.with_dim(-1, None)
-    if effective(data.layout, data.grid) != effective(whole, data.grid):
+    if data.grid.effective(data.layout) != data.grid.effective(whole):
         raise mismatch("swiglu: gates and values are cut apart", data.layout, whole)
     inside, rest = data.grid.inside, data.layout
     if inside:

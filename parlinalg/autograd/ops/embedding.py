@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
@@ -60,7 +60,7 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     _check_ids(tokens, weight, Layout(*plan.x.dims[: len(plan.m)]))
     if weight.ndim != 1 + len(plan.n):
         raise ValueError(f"embedding: a table of shape {weight.shape} for a plan with {len(plan.n)} n; right: [k, *n]")
-    if effective(weight.layout, grid) != effective(plan.w, grid):
+    if grid.effective(weight.layout) != grid.effective(plan.w):
         raise mismatch("embedding: the table does not rest as the plan's w", weight.layout, plan.w)
     shape = (*tokens.shape, *weight.shape[1:])
     numbers = tokens.block_in(Layout(*plan.m))
@@ -92,7 +92,7 @@ def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:
         raise TypeError(f"embedding: ids are {ids.dtype}; they are integers: convert them by .astype('int64')")
     if ids.ndim != want.ndim:
         raise ValueError(f"embedding: ids of shape {ids.shape} for a plan with {want.ndim} leading dims")
-    if effective(ids.layout, ids.grid) != effective(want, ids.grid):
+    if ids.grid.effective(ids.layout) != ids.grid.effective(want):
         raise mismatch("embedding: ids do not rest as the leading dims of the plan's x", ids.layout, want)
     bad = (ids.block < 0) | (ids.block >= vocabulary)
     if bool(bad.any()):
@@ -141,7 +141,7 @@ def add_positions(x: Any, table: Any, start: int = 0, positions: np.ndarray | No
             else f"a token at position {last - 1} is beyond the {most} positions there are"
         )
     want = Layout(None, data.layout.dims[2])
-    if effective(weight.layout, grid) != effective(want, grid):
+    if grid.effective(weight.layout) != grid.effective(want):
         raise mismatch("add_positions: the table is not whole in positions and cut as x in hidden", weight.layout, want)
     batch, here = grid.block(data.layout, x.shape)[:2]
     rows: Any = slice(start + here.start, start + here.stop)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.product import Product, nothing
@@ -78,7 +78,7 @@ def conv2d(
         plan = replace(plan, k=((),) * 3)
     _check_shapes(x.shape, w.shape, windows, groups)
     for name, array, want in (("images are", x.data, images_layout(plan.x)), ("weights are", w.data, plan.w)):
-        if effective(array.layout, grid) != effective(want, grid):
+        if grid.effective(array.layout) != grid.effective(want):
             raise mismatch(f"conv2d: {name} not cut as the plan says", array.layout, want)
     return Convolution(plan, x, w, windows, groups).record(x, w, keep, bias)
 
@@ -263,7 +263,7 @@ def _whole_images(name: str, x: Any) -> tuple[Tensor, DistArray]:
     if x.ndim != 4:
         raise ValueError(f"{name} takes images [batch, height, width, channels], not an array of shape {x.shape}")
     want = Layout(data.layout.dims[0], None, None, data.layout.dims[3])
-    if effective(data.layout, data.grid) != effective(want, data.grid):
+    if data.grid.effective(data.layout) != data.grid.effective(want):
         raise mismatch(f"{name}: images are cut in height or width", data.layout, want)
     return x, data
 
@@ -292,7 +292,7 @@ def patches(images: Any, size: tuple[int, int], lead: int = 0) -> Tensor:
             f"width] with a height that is a multiple of {p} and a width that is one of {q}"
         )
     want = Layout(data.layout.dims[0], None, None, None)
-    if effective(data.layout, data.grid) != effective(want, data.grid):
+    if data.grid.effective(data.layout) != data.grid.effective(want):
         raise mismatch("patches: images are cut in more than the batch", data.layout, want)
     b, (_, c, h, w) = data.block.shape[0], x.shape
     down, across = h // p, w // q

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
@@ -72,7 +72,7 @@ def replace_first(x: Any, token: Any) -> Tensor:
             "hidden], with a sequence of at least 1, and [hidden]"
         )
     rest, want = data.layout, Layout(data.layout.dims[2])
-    if effective(first.layout, grid) != effective(want, grid):
+    if grid.effective(first.layout) != grid.effective(want):
         raise mismatch("replace_first: the token is not cut as the last dim of x", first.layout, want)
     mine = grid.inside and 0 in grid.block(rest, x.shape)[1]
     terms = want.with_partial([a for dim in rest.dims[:2] for a in dim if grid.sizes[a] > 1])

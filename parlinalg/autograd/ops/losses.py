@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
@@ -120,7 +120,7 @@ def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
     same_grid([a, t])
     if t.shape != a.shape:
         raise ValueError(f"mse_loss: the target has shape {t.shape}, x has {a.shape}; they must be equal")
-    if effective(t.layout, a.grid) != effective(a.layout, a.grid):
+    if a.grid.effective(t.layout) != a.grid.effective(a.layout):
         raise mismatch("mse_loss: the target's layout is not that of x", t.layout, a.layout)
     p, q = a.block, t.block.astype(a.dtype, copy=False)
     local = kernels.squared_distance(p, q)
@@ -192,7 +192,7 @@ def _class_ids(z: DistArray, targets: Any, ignore_index: int) -> Block:
         found = " with NaN among them" if t.dtype.kind == "f" and bool(z.xp.isnan(t.block).any()) else ""
         raise TypeError(f"cross_entropy: targets are {t.dtype}{found}; {right}: convert them by .astype('int64')")
     want = Layout(*z.layout.dims[:-1])
-    if effective(t.layout, z.grid) != effective(want, z.grid):
+    if z.grid.effective(t.layout) != z.grid.effective(want):
         raise mismatch("cross_entropy: targets are not cut as the leading dims of the logits", t.layout, want)
     bad = (t.block != ignore_index) & ((t.block < 0) | (t.block >= classes))
     if bool(bad.any()):

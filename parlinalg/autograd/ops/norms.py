@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from parlinalg.array.core import DistArray, effective, mismatch, same_grid
+from parlinalg.array.core import DistArray, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
@@ -89,7 +89,7 @@ def _layout_of_vectors(name: str, x: DistArray, vectors: dict[str, Any], grid: G
             continue
         if p.shape != x.shape[-1:]:
             raise ValueError(f"{name}: {what} of shape {p.shape} for x of shape {x.shape}; right is {x.shape[-1:]}")
-        if effective(p.layout, grid) != effective(layout, grid):
+        if grid.effective(p.layout) != grid.effective(layout):
             raise mismatch(f"{name}: {what} is not cut as the last dim of x", p.layout, layout)
     return layout
 

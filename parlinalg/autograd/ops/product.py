@@ -12,7 +12,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.align import broadcast_shape
-from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.joining import broadcast_to
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.parameter import Parameter
@@ -281,7 +281,7 @@ def fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
         raise LayoutError(f"matmul: y = {plan.y!r} rests unsummed, and takes no bias; add it once y is summed")
     if bias.shape != shape:
         raise ValueError(f"matmul: a bias of shape {bias.shape} for a result that ends in {shape}; they must be equal")
-    if effective(bias.layout, grid) != effective(want, grid):
+    if grid.effective(bias.layout) != grid.effective(want):
         raise mismatch("matmul: the bias is not cut as y", bias.layout, want)
     return bias
 

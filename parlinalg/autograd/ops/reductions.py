@@ -7,7 +7,7 @@ from typing import Any
 
 from parlinalg.array.align import unmoved
 from parlinalg.array.core import Axis
-from parlinalg.array.reductions import dims_of
+from parlinalg.array.reductions import sorted_dims
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import Frame, block_sum
 from parlinalg.autograd.rule import Part
@@ -40,7 +40,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = Fa
         Leave the sum over cut dims partial over the axes that cut them.
     """
     x = as_tensor(x)
-    dims = dims_of(axis, x.ndim)
+    dims = sorted_dims(axis, x.ndim)
     y = x.data.sum(dims, keepdims=keepdims, partial=partial)
     local, rest = x.block.shape, x.layout.with_partial(())
     return record("sum", y, [x], [lambda g: _spread(g, local, rest, dims)])
@@ -49,7 +49,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = Fa
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the mean over dims (default: all)."""
     x = as_tensor(x)
-    dims = dims_of(axis, x.ndim)
+    dims = sorted_dims(axis, x.ndim)
     count = math.prod(x.shape[d] for d in dims)
     if not count:
         raise ValueError(f"mean over dims {dims} of a tensor of shape {x.shape}, which has no elements there")
@@ -71,7 +71,7 @@ def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def _extreme(name: str, x: Any, axis: Axis, keepdims: bool) -> Tensor:
     x = as_tensor(x)
-    dims = dims_of(axis, x.ndim)
+    dims = sorted_dims(axis, x.ndim)
     with unmoved():
         y = getattr(x.data, name)(dims, keepdims=keepdims)
     frame, local = Frame.of(x), x.block.shape

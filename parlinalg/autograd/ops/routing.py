@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective, mismatch
+from parlinalg.array.core import mismatch
 from parlinalg.backend import Backend, backend_of, namespace
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
@@ -342,7 +342,7 @@ def route(
     """
     grid = queues.grid
     want = Layout(*queues.tokens.dims[:2], None)
-    if effective(scores.layout, grid) != effective(want, grid):
+    if grid.effective(scores.layout) != grid.effective(want):
         raise mismatch("route: the scores are not cut as the tokens", scores.layout, want)
     if scores.shape != (*queues.shape, queues.experts):
         raise LayoutError(f"route: scores of shape {scores.shape} for {(*queues.shape, queues.experts)}")

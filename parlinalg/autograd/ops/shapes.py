@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import unmoved
-from parlinalg.array.core import effective, terms_add
+from parlinalg.array.core import terms_add
 from parlinalg.array.indexing import plain_items
 from parlinalg.array.shapes import full_shape
 from parlinalg.autograd.parameter import Parameter
@@ -46,7 +46,7 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
             f"astype: a tensor that wants a gradient stays floating, not {np.dtype(dtype)}; .detach() it first"
         )
     rest = x.layout.with_partial(())
-    if not terms_add(x.dtype, np.dtype(dtype)) and effective(x.layout, x.grid).partial:
+    if not terms_add(x.dtype, np.dtype(dtype)) and x.grid.effective(x.layout).partial:
         raise LayoutError(
             f"astype: a tensor of {x.dtype} in {x.layout!r} is not summed yet, and its terms as {np.dtype(dtype)} have "
             f"another sum; mend it by .redistribute({rest!r})"
@@ -111,7 +111,7 @@ def getitem(x: Tensor, key: Any) -> Tensor:
     grid = x.grid
     items = plain_items(key, x.data)
     picks = [item for item in items if item is not None]
-    layout = effective(x.layout, grid)
+    layout = grid.effective(x.layout)
     cut = [
         d
         for d, (item, n) in enumerate(zip(picks, x.shape, strict=True))

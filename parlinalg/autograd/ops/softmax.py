@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parlinalg.array.core import DistArray
-from parlinalg.array.reductions import dims_of, summed
+from parlinalg.array.reductions import sorted_dims, summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
@@ -84,7 +84,7 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
 def _last(x: Any, axis: int) -> tuple[Tensor, Any]:
     """Return the tensor with the dim last, and the way back."""
     x = as_tensor(x)
-    (dim,) = dims_of(axis, x.ndim)
+    (dim,) = sorted_dims(axis, x.ndim)
     if dim == x.ndim - 1:
         return x, lambda y: y
     order = list(range(x.ndim))

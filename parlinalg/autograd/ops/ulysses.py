@@ -6,7 +6,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import Backend
@@ -80,7 +79,7 @@ def share_heads(kv: Any, group: int, axes: Cut) -> Tensor:
     kv = as_tensor(kv)
     x = summed(kv.data, "share_heads")
     grid, rest = x.grid, x.layout
-    b, s, heads, two, e = effective(rest, grid).dims
+    b, s, heads, two, e = grid.effective(rest).dims
     axes = tuple(a for a in axes if grid.sizes[a] > 1)
     outer = s[: len(s) - len(axes)]
     shape = (*x.shape[:2], x.shape[2] * group, *x.shape[3:])
@@ -149,7 +148,7 @@ def narrow(x: Any, dim: int, start: int, stop: int) -> Tensor:
     """Return a view of items `start` to `stop - 1` of a whole dim."""
     x = as_tensor(x)
     data = summed(x.data, "narrow")
-    if effective(data.layout, data.grid).dims[dim]:
+    if data.grid.effective(data.layout).dims[dim]:
         right = data.layout.with_dim(dim, None)
         raise LayoutError(
             f"narrow: dim {dim} of {data.layout!r} is cut; it must be whole: mend it by .redistribute({right!r})"
