@@ -118,7 +118,7 @@ def test_what_is_held_with_nothing_offloaded(make_grid: Callable[..., Any], worl
 
 @pytest.mark.ranks(2)
 def test_sums_of_16_bits_are_known(make_grid: Callable[..., Any], world: Any) -> None:
-    """Terms of the other ranks, and a cast, of two buckets at a time."""
+    """Terms of the other ranks, and a cast, of one bucket at a time."""
     grid = make_grid(sizes(world.size))
     for dtype, travels, times in (("float32", None, 0), ("bfloat16", None, 1.5), ("float32", "bfloat16", 2.5 / 2)):
         model = make("gpt", SCHEME, grid, num_hidden_layers=2, dtype=dtype)
