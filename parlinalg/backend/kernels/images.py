@@ -146,11 +146,11 @@ def max_pool(x: Block, windows: KernelWindows) -> tuple[Block, Block]:
     best = xp.full((b, rows, columns, c), least, x.dtype)
     at = (best > least).astype(np.int16)  # zeros
     for number, (_, _, here, there) in enumerate(_meetings(windows, h, w, range(rows))):
-        found = x[there]
-        more = xp.isnan(found)
-        more |= found > best[here]
-        xp.copyto(best[here], found, where=more)
-        xp.copyto(at[here], np.int16(number), where=more)
+        found, largest, place = x[there], best[here], at[here]
+        more = found > largest
+        more |= xp.isnan(found)
+        xp.maximum(largest, found, out=largest)
+        xp.maximum(place, more * np.int16(number), out=place)
     return best, at
 
 
