@@ -345,26 +345,18 @@ def test_memory_of_16_bit_sums_is_what_numpy_takes(world, stage, monkeypatch):
 
 @pytest.mark.one_in(2)
 @pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("kind", ["convolutions", "square matrices"])
-def test_memory_of_classifiers_is_what_numpy_takes(world, kind, monkeypatch):
-    """Of convolutions padding takes none; Muon's products over a grid compute in place."""
-    scheme, draw = schemes.discover()["data"].SCHEME, np.random.default_rng(0)
+def test_memory_of_products_over_grids_is_what_numpy_takes(world, monkeypatch):
+    """Muon's iteration on matrices that stay where they are computes in place."""
 
     def make(grid: Any) -> Callable[[], None]:
-        if kind == "convolutions":
-            model = nn.ResNet("basic", (1, 1), 10, width=32, scheme=scheme, grid=grid, dtype="float32", seed=1)
-            samples = draw.standard_normal((8, 3, 64, 64), np.float32)
-            images = pla.distribute(samples, grid, model.images_layout)
-            optimizer = optim.SGD(model.parameters(), lr=1e-3)
-        else:
-            model = nn.MLP((600, 600, 600), scheme, grid, seed=1)
-            images = pla.distribute(draw.standard_normal((8, 600), np.float32), grid, model.input_layout())
-            optimizer = optim.Muon(model.parameters(), execution="grid")
+        model = nn.MLP((600, 600, 600), schemes.discover()["data"].SCHEME, grid, seed=1)
         GradientReducer(model.parameters(), [])
-        labels = pla.distribute(draw.integers(0, 10, 8), grid, pla.Layout("data"))
+        optimizer = optim.Muon(model.parameters(), execution="grid")
+        samples = np.ones((8, 600), np.float32), np.zeros(8, np.int64)
+        x, labels = (pla.distribute(a, grid, pla.Layout("data", *(None,) * (a.ndim - 1))) for a in samples)
 
         def step() -> None:
-            loss, count = ops.cross_entropy_sum(model(images), labels)
+            loss, count = ops.cross_entropy_sum(model(x), labels)
             (loss * (1 / count)).backward()
             optimizer.step()
             optimizer.zero_grad()
