@@ -130,7 +130,8 @@ def add_patches(out: Block, found: Block, windows: KernelWindows, rows: range) -
     if windows.plain:
         out[:, rows.start : rows.stop] += found[:, :, :, 0, 0]
         return
-    for i, j, here, there in _meetings(windows, *out.shape[1:3], rows):
+    _, height, width, _ = out.shape
+    for i, j, here, there in _meetings(windows, height, width, rows):
         out[there] += found[..., i, j, :][here]
 
 
