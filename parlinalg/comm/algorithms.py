@@ -79,7 +79,7 @@ class TwoPhase(Handle):
 
 
 _COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
-_SLICE = 1 << 16  # elements added at a time, so that the sums stay in cache
+_SLICE = 1 << 15  # elements added at a time, so that the sums stay in cache
 
 
 def combine_terms(terms: Any, out: Any, op: str) -> None:

@@ -429,14 +429,22 @@ class Products:
         return sum(len(moves(here, there, sizes)) for here, there in ways)
 
     def iterated(self, value: DistArray, iteration: Iteration) -> DistArray:
-        """Return the iterated parameter.  Collective over the axes that cut it."""
+        """Return the iterated parameter; the one given is overwritten.  Collective over the axes that cut it."""
         a, b, c = iteration.coefficients
         x = value.transpose(self.order)
         for _ in range(iteration.steps):
-            gram = value.like(execute(self.gram, x, x.transpose(self.turned)), self.gram.y, self.gram_shape)
-            square = execute(self.square, gram, gram)
-            polynomial = gram.like(b * gram.block + c * square)
-            x = value.like(a * x.block + execute(self.apply, polynomial, x), self.apply.y, self.shape)
+            gram = execute(self.gram, x, x.transpose(self.turned))
+            operand = value.like(gram, self.gram.y, self.gram_shape)
+            square = execute(self.square, operand, operand)
+            square *= c
+            gram *= b
+            square += gram
+            del gram
+            operand = operand.like(square)
+            product, term = execute(self.apply, operand, x), x.block
+            term *= a
+            product += term
+            x = value.like(product, self.apply.y, self.shape)
         return x.transpose(tuple(self.order.index(d) for d in range(len(self.order))))
 
 

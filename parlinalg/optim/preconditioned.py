@@ -492,6 +492,7 @@ class SOAP(Preconditioned):
         product = product[:, order]
         found, r = xp.linalg.qr(product)
         sizes = xp.abs(xp.diagonal(r))
+        del r
         small = sizes <= tiny**0.5 * sizes.max()
         if has_values(small) and bool(small.any()):
             values = kernels.routines(a).eigvalsh(a)
@@ -499,8 +500,10 @@ class SOAP(Preconditioned):
             places = xp.argsort(-sizes, kind="stable")
             taken, others = xp.sort(places[:rank]), xp.sort(places[rank:])
             if rank < len(a):  # those columns again, without what rounding left of the ones between them
-                columns = xp.concatenate([product[:, taken], basis[:, order[others]]], axis=1)
-                found[:, xp.concatenate([taken, others])] = xp.linalg.qr(columns)[0]
+                del found  # so that this takes no more memory than a preconditioner of full rank
+                product = xp.concatenate([product[:, taken], basis[:, order[others]]], axis=1)
+                basis[:, xp.concatenate([taken, others])] = xp.linalg.qr(product)[0]
+                return
         basis[...] = found
 
     @staticmethod

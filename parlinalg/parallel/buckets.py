@@ -16,7 +16,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import most_bytes
 from parlinalg.backend.shapes import label_memory
 from parlinalg.comm import Comm
-from parlinalg.comm.base import reduction_work
+from parlinalg.comm.base import by_terms, reduction_work
 from parlinalg.comm.shared import terms
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import volume
@@ -219,6 +219,14 @@ def in_order(
 MOST_IN_FLIGHT = 2
 
 
+def most_in_flight(dtype: np.dtype[Any]) -> int:
+    """Return how many buckets whose sums take memory are in flight, once one starts that travels in this dtype.
+
+    One in 16 bits, of which the ranks exchange their terms: these take as much memory as the bucket.
+    """
+    return 1 if by_terms(dtype) else MOST_IN_FLIGHT
+
+
 class Load(NamedTuple):
     """Bytes of a bucket.
 
@@ -238,6 +246,8 @@ class Load(NamedTuple):
         That part, where it stays to the end of the pass to be summed over other axes.
     nbytes : int
         The gradients, wherever they stay.
+    most : int
+        `most_in_flight` of the dtype that they travel in.
     """
 
     kind: Hashable
@@ -247,6 +257,7 @@ class Load(NamedTuple):
     work: int = 0
     after: int = 0
     nbytes: int = 0
+    most: int = MOST_IN_FLIGHT
 
 
 def bucket_load(
@@ -260,14 +271,14 @@ def bucket_load(
     if not scatter and not others:
         return Load(kind, nbytes=nbytes)
     dtype = first.dtype if travels is None else travels
-    cast = dtype != first.dtype
+    cast, most = dtype != first.dtype, most_in_flight(dtype)
     if not scatter:
-        return Load(kind, work=dtype.itemsize * (cast * n + reduction_work(n, dtype)), nbytes=nbytes)
+        return Load(kind, work=dtype.itemsize * (cast * n + reduction_work(n, dtype)), nbytes=nbytes, most=most)
     whole = nbytes if policy.stage >= 2 else 0
     part = dtype.itemsize * -(-n // math.prod(sizes[a] for a in scatter))
     work = dtype.itemsize * (cast * n + reduction_work(n, dtype, scatter=True)) + (0 if others else part)
     kept, transient = (whole, 0) if policy.keeps else (0, whole)
-    return Load(kind, kept, transient, cast, work, part if others else 0, nbytes)
+    return Load(kind, kept, transient, cast, work, part if others else 0, nbytes, most)
 
 
 def transient_bytes(loads: Iterable[Load]) -> int:
@@ -278,9 +289,10 @@ def transient_bytes(loads: Iterable[Load]) -> int:
     (40, 20, 15)
     """
     each = list(loads)
-    filling = len({one.kind for one in each if one.transient}) + MOST_IN_FLIGHT * any(not one.cast for one in each)
+    most = max((one.most for one in each), default=0)
+    filling = len({one.kind for one in each if one.transient}) + most * any(not one.cast for one in each)
     transient = sorted((one.transient for one in each), reverse=True)[:filling]
-    work = sorted((one.work for one in each), reverse=True)[:MOST_IN_FLIGHT]
+    work = sorted((one.work for one in each), reverse=True)[:most]
     return sum(transient) + sum(work) + sum(one.kept + one.after for one in each)
 
 
@@ -325,7 +337,7 @@ def bytes_in_buckets(layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET
             held += storage[b] - spare
         missing[b] -= 1
         while started < len(groups) and not missing[started]:
-            while len(pending) >= MOST_IN_FLIGHT:
+            while len(pending) >= load.most:
                 held -= complete(pending.pop(0))
             held += work[started]
             pending.append(started)

@@ -25,7 +25,6 @@ from parlinalg.matmul.local import DeferredGemm, copy_or_add
 from parlinalg.parallel.buckets import (
     BUCKET,
     FIRST_BUCKET,
-    MOST_IN_FLIGHT,
     Bucket,
     Load,
     Slot,
@@ -33,6 +32,7 @@ from parlinalg.parallel.buckets import (
     floats,
     in_order,
     largest,
+    most_in_flight,
     transient_bytes,
 )
 from parlinalg.parallel.handlers import DataParallel, Handler, ReductionPolicy, SequenceParallel, check, policy_of
@@ -332,10 +332,11 @@ class GradientReducer:
         if not bucket.axes or not bucket.grid.inside:
             self._settled(bucket, bucket.storage())
             return
-        if self.dtype is not None or bucket.scatter or by_terms(bucket.dtype):
-            while len(self._pending) >= MOST_IN_FLIGHT:
+        dtype = bucket.dtype if self.dtype is None else self.dtype
+        if self.dtype is not None or bucket.scatter or by_terms(dtype):
+            while len(self._pending) >= most_in_flight(dtype):
                 self._complete(self._pending.pop(0))
-        sent = got = bucket.storage() if self.dtype in (None, bucket.dtype) else bucket.storage().astype(self.dtype)
+        sent = got = bucket.storage() if dtype == bucket.dtype else bucket.storage().astype(dtype)
         if bucket.scatter:
             got = bucket.grid.backend.empty(len(bucket.own), sent.dtype)
             label_memory(got, "gradients")

@@ -38,7 +38,7 @@ from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe, ProbeStore
 from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
-from parlinalg.parallel.buckets import MOST_IN_FLIGHT, Load, bucket_load, largest
+from parlinalg.parallel.buckets import Load, bucket_load, largest
 from parlinalg.parallel.gatherer import Want, WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
@@ -906,11 +906,12 @@ class _Run:
 
         `after` is the peak of what follows, `later` those beside `rest` of gradients of weights that come last.
         """
-        after, work = max(0, after - rest), [0]
+        after, loads = max(0, after - rest), list[Load]()
         if (reducer := self.reducer) is not None:
             each = [([slot.parameter for slot in b.slots], b.policy) for b in reducer.buckets if not b.transient]
-            work += [bucket_load((), group, policy, reducer.dtype).work for group, policy in each]
-        if not (sums := sum(sorted(work)[-MOST_IN_FLIGHT:])):
+            loads = [bucket_load((), group, policy, reducer.dtype) for group, policy in each]
+        work = sorted(load.work for load in loads)
+        if not (sums := sum(work[-max((load.most for load in loads), default=1) :])):
             return Ending(after, after)
         self.world.reset_peak()
         x = self._given(rows, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -208,3 +209,20 @@ def test_what_is_wrong_is_said(widest: Grid) -> None:
         ops.batch_norm(flat, weight=tensor(numbers(2), widest, Layout(None)), training=True)
     with pytest.raises(ValueError, match="outside of training needs running_mean"):
         ops.batch_norm(flat)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ["patches", "add_patches", "max_pool"])
+def test_padding_takes_no_memory(name: str) -> None:
+    """No kernel makes a padded copy of the images."""
+    x, windows = np.ones((56, 8, 8, 16), np.float32), KernelWindows((3, 3), padding=((1, 1), (1, 1)))
+    found = kernels.patches(x, windows, range(8))
+    args = {"patches": (x, windows, range(8)), "add_patches": (x, found, windows, range(8)), "max_pool": (x, windows)}
+    tracemalloc.start()
+    try:
+        made = getattr(kernels, name)(*args[name])
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    results = sum(block.nbytes for block in (made if isinstance(made, tuple) else (made,)) if block is not None)
+    assert most < results + x.nbytes  # pooling has numbers and truths of the windows in between

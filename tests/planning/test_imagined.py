@@ -323,13 +323,13 @@ def test_memory_is_what_numpy_takes(world, stage, monkeypatch):
 
 @pytest.mark.one_in(2)
 @pytest.mark.ranks(1, 4)
-@pytest.mark.parametrize("name", ["muon", "muon/gram", "shampoo", "shampoo/newton", "shampoo/adam"])
+@pytest.mark.parametrize("name", ["muon", "muon/gram", "shampoo", "shampoo/newton", "shampoo/adam", "soap"])
 def test_memory_of_matrix_optimizers_is_what_numpy_takes(world, name, monkeypatch):
     """Temporaries of the optimizers, and the copies of LAPACK's matrices in double precision."""
     name, _, how = name.partition("/")
     option = {"gram": "execution", "newton": "root", "adam": "grafting"}.get(how, "")
     make = partial(optim.discover()[name], **({option: how} if option else {}))
-    if name == "shampoo":
+    if name in ("shampoo", "soap"):  # gradients are of low rank, of 128 tokens
         make = partial(make, precondition_frequency=1)
     compare_memory(world, partial(training, stage=0, make=make), monkeypatch)
 
@@ -341,6 +341,48 @@ def test_memory_of_16_bit_sums_is_what_numpy_takes(world, stage, monkeypatch):
     """The terms that ranks exchange are held until the sums are waited for."""
     make = partial(optim.SGD, momentum=0.9)
     compare_memory(world, partial(training, stage=stage, dtype="bfloat16", make=make), monkeypatch)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.ranks(1, 4)
+def test_memory_of_products_over_grids_is_what_numpy_takes(world, monkeypatch):
+    """Muon's iteration on matrices that stay where they are computes in place."""
+
+    def make(grid: Any) -> Callable[[], None]:
+        model = nn.MLP((600, 600, 600), schemes.discover()["data"].SCHEME, grid, seed=1)
+        GradientReducer(model.parameters(), [])
+        optimizer = optim.Muon(model.parameters(), execution="grid")
+        samples = np.ones((8, 600), np.float32), np.zeros(8, np.int64)
+        x, labels = (pla.distribute(a, grid, pla.Layout("data", *(None,) * (a.ndim - 1))) for a in samples)
+
+        def step() -> None:
+            loss, count = ops.cross_entropy_sum(model(x), labels)
+            (loss * (1 / count)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    compare_memory(world, make, monkeypatch)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("dtype", "stage", "most"), [("bfloat16", 0, 1), ("bfloat16", 2, 1), ("float32", 2, 2)])
+def test_buckets_in_flight(dtype, stage, most):
+    """The terms of 16-bit sums go when a poll finds them: with those of one bucket the peak depends on it less."""
+    with pla.imagine(4) as world:
+        step = training(pla.Grid({"data": 4}), stage, dtype, partial(optim.SGD, momentum=0.9))
+        step()
+        with world.trace() as trace:
+            step()
+    under_way, counts = set(), [0]
+    for event in trace.events:
+        if isinstance(event, Start) and event.op == ("reduce_scatter" if stage else "all_reduce") and event.nbytes > 64:
+            under_way.add(event.call)
+        elif isinstance(event, Wait):
+            under_way.discard(event.call)
+        counts.append(len(under_way))
+    assert max(counts) == most
 
 
 def compare_memory(world: Any, make: Callable[[Any], Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:

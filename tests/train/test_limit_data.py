@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,12 @@ def test_what_is_held_with_nothing_offloaded(make_grid: Callable[..., Any], worl
 
 @pytest.mark.ranks(2)
 def test_sums_of_16_bits_are_known(make_grid: Callable[..., Any], world: Any) -> None:
-    """Terms of the other ranks, and a cast, of two buckets at a time."""
+    """Terms of the other ranks, and a cast, of one bucket at a time."""
     grid = make_grid(sizes(world.size))
     for dtype, travels, times in (("float32", None, 0), ("bfloat16", None, 1.5), ("float32", "bfloat16", 2.5 / 2)):
         model = make("gpt", SCHEME, grid, num_hidden_layers=2, dtype=dtype)
         reducer = GradientReducer(model.parameters(), bucket=1 << 30, first_bucket=1 << 30, dtype=travels)
-        nbytes = sum(p.block.nbytes for p in model.parameters())
-        assert reducer.transient_bytes == pytest.approx(times * nbytes, rel=1e-3)
+        buckets = Counter[Any]()
+        for p in model.parameters():
+            buckets[p.layout.cut_axes] += p.block.nbytes
+        assert reducer.transient_bytes == pytest.approx(times * max(buckets.values()), rel=1e-3)

@@ -57,44 +57,32 @@ class KernelWindows(NamedTuple):
         return self.kernel == self.stride == (1, 1) and self.padding == ((0, 0), (0, 0))
 
 
-class _Rows(NamedTuple):
-    """The rows of an image under some rows of windows, and how many rows of padding are above and below them."""
+def _meeting(windows: KernelWindows, dim: int, at: int, n: int, places: range) -> tuple[slice, slice]:
+    """Return which of some windows along dim 0 or 1 meet an image of n elements by element `at` of the kernel.
 
-    first: int
-    stop: int
-    above: int
-    below: int
-
-
-def _rows_under(windows: KernelWindows, height: int, rows: range) -> _Rows:
-    top = rows.start * windows.stride[0] - windows.padding[0][0]
-    end = (
-        (rows.stop - 1) * windows.stride[0] - windows.padding[0][0] + windows.dilation[0] * (windows.kernel[0] - 1) + 1
-    )
-    first, stop = min(max(0, top), height), max(0, min(height, end))
-    first = min(first, stop)
-    return _Rows(first, stop, first - top, end - stop)
+    Returns
+    -------
+    (slice, slice)
+        Of the windows at these places, and of the image's elements that they meet; the others meet padding.
+    """
+    step, first = windows.stride[dim], at * windows.dilation[dim] - windows.padding[dim][0]
+    start = max(places.start, -(first // step))
+    stop = max(start, min(places.stop, (n - 1 - first) // step + 1))
+    here = slice(start - places.start, stop - places.start)
+    return here, slice(first + start * step, first + stop * step, step) if stop > start else slice(0)
 
 
-def _cells(windows: KernelWindows, rows: int, columns: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
-    """Yield every element (i, j) of the kernel with the elements of the padded images that it meets, in all windows."""
-    (s, t), (d, e) = windows.stride, windows.dilation
+def _meetings(
+    windows: KernelWindows, height: int, width: int, rows: range
+) -> Iterator[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield every element (i, j) of the kernel, with the windows in some rows by which it meets images, and what it
+    meets of these."""
+    columns = range(windows.size(1, width))
     for i in range(windows.kernel[0]):
+        down, y = _meeting(windows, 0, i, height, rows)
         for j in range(windows.kernel[1]):
-            down = slice(i * d, i * d + s * (rows - 1) + 1, s)
-            yield i, j, (slice(None), down, slice(j * e, j * e + t * (columns - 1) + 1, t))
-
-
-def _padded(x: Block, windows: KernelWindows, rows: range, fill: float = 0) -> Block:
-    """Return the rows of images that some rows of windows meet, padded; a view where there is no padding."""
-    under, (left, right) = _rows_under(windows, x.shape[1], rows), windows.padding[1]
-    part = x[:, under.first : under.stop]
-    if not any((under.above, under.below, left, right)):
-        return part
-    b, h, w, c = part.shape
-    out = namespace(x).full((b, under.above + h + under.below, left + w + right, c), fill, x.dtype)
-    out[:, under.above : under.above + h, left : left + w] = part
-    return out
+            across, x = _meeting(windows, 1, j, width, columns)
+            yield i, j, (slice(None), down, across), (slice(None), y, x)
 
 
 def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tuple[slice, range]]:
@@ -126,14 +114,13 @@ def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tupl
 @kernel()
 def patches(x: Block, windows: KernelWindows, rows: range) -> Block:
     """Return the patches [batch, rows, columns, kernel height, kernel width, channels] of some rows of windows."""
-    b, _, w, c = x.shape
+    b, h, w, c = x.shape
     if windows.plain:
         return x[:, rows.start : rows.stop, :, None, None]
-    columns = windows.size(1, w)
-    padded = _padded(x, windows, rows)
-    out = namespace(x).empty((b, len(rows), columns, *windows.kernel, c), x.dtype)
-    for i, j, cell in _cells(windows, len(rows), columns):
-        out[:, :, :, i, j] = padded[cell]
+    xp, padded = namespace(x), any(map(any, windows.padding))
+    out = (xp.zeros if padded else xp.empty)((b, len(rows), windows.size(1, w), *windows.kernel, c), x.dtype)
+    for i, j, here, there in _meetings(windows, h, w, rows):
+        out[..., i, j, :][here] = x[there]
     return out
 
 
@@ -143,20 +130,9 @@ def add_patches(out: Block, found: Block, windows: KernelWindows, rows: range) -
     if windows.plain:
         out[:, rows.start : rows.stop] += found[:, :, :, 0, 0]
         return
-    (b, h, w, c), columns = out.shape, found.shape[2]
-    under, (left, right) = _rows_under(windows, h, rows), windows.padding[1]
-    height = under.stop - under.first
-    inside = out[:, under.first : under.stop]
-    bare = not any((under.above, under.below, left, right))
-    total = (
-        inside
-        if bare
-        else namespace(out).zeros((b, under.above + height + under.below, left + w + right, c), out.dtype)
-    )
-    for i, j, cell in _cells(windows, len(rows), columns):
-        total[cell] += found[:, :, :, i, j]
-    if not bare:
-        inside += total[:, under.above : under.above + height, left : left + w]
+    _, height, width, _ = out.shape
+    for i, j, here, there in _meetings(windows, height, width, rows):
+        out[there] += found[..., i, j, :][here]
 
 
 # ---------------------------------------------------------------------------------------------- pooling
@@ -165,30 +141,28 @@ def add_patches(out: Block, found: Block, windows: KernelWindows, rows: range) -
 @kernel()
 def max_pool(x: Block, windows: KernelWindows) -> tuple[Block, Block]:
     """Return the largest element of every window, and which of the kernel's it is: the first of equal ones."""
-    xp, (rows, columns) = namespace(x), windows.sizes(x.shape[1], x.shape[2])
-    padded = _padded(x, windows, range(rows), -float("inf"))
-    best: Block = None
-    at = xp.zeros((x.shape[0], rows, columns, x.shape[3]), np.int16)
-    for number, (_, _, cell) in enumerate(_cells(windows, rows, columns)):
-        found = padded[cell]
-        if best is None:
-            best = found.copy()
-            continue
-        more = (found > best) | xp.isnan(found)
-        best = xp.where(more, found, best)
-        at = xp.where(more, np.int16(number), at)
+    xp, (b, h, w, c) = namespace(x), x.shape
+    rows, columns = windows.sizes(h, w)
+    least = np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -float("inf")
+    best = xp.full((b, rows, columns, c), least, x.dtype)
+    at = (best > least).astype(np.int16)  # zeros
+    for number, (_, _, here, there) in enumerate(_meetings(windows, h, w, range(rows))):
+        found, largest, place = x[there], best[here], at[here]
+        more = found > largest
+        more |= xp.isnan(found)
+        xp.maximum(largest, found, out=largest)
+        xp.maximum(place, more * np.int16(number), out=place)
     return best, at
 
 
 @kernel()
 def max_pool_grad(g: Block, at: Block, shape: tuple[int, ...], windows: KernelWindows) -> Block:
     """Return the gradient of `max_pool` for images of a shape from that of its value."""
-    xp, (b, h, w, c) = namespace(g), shape
-    (above, below), (left, right) = windows.padding
-    total = xp.zeros((b, above + h + below, left + w + right, c), g.dtype)
-    for number, (_, _, cell) in enumerate(_cells(windows, *windows.sizes(h, w))):
-        total[cell] += xp.where(at == np.int16(number), g, g.dtype.type(0))
-    return xp.ascontiguousarray(total[:, above : above + h, left : left + w])
+    xp, (_, h, w, _) = namespace(g), shape
+    d = xp.zeros(shape, g.dtype)
+    for number, (_, _, here, there) in enumerate(_meetings(windows, h, w, range(windows.size(0, h)))):
+        d[there] += xp.where(at[here] == np.int16(number), g[here], g.dtype.type(0))
+    return d
 
 
 class Band(NamedTuple):
