@@ -557,8 +557,9 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: LayerOutput | None = None, stage: int = 0, node: int = 8,
-    target: str = "cpu", update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
-    ends: bool = False, then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
+    target: str = "cpu", update: bool = True, step: bool = True, shared: frozenset[int] = frozenset(),
+    left: frozenset[int] = frozenset(), ends: bool = False, then: Then = ALONE, probe: bool = True,
+    elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -568,7 +569,7 @@ def trace_part(
     inputs : Inputs
     ranks : int
     rows : int
-        Rows of a microbatch on all data parallel ranks together.
+        Rows of a microbatch on all data parallel ranks together; 0 to trace the optimizer's step alone, without passes.
     layers : pair of int, optional
         The first layer and the one after the last; by default all.
     skip : pair of int
@@ -581,6 +582,8 @@ def trace_part(
         As of `imagine`.
     update : bool
         True to reduce gradients and update parameters; False for the passes of one microbatch alone.
+    step : bool
+        False to reduce gradients alone, without the optimizer's step and its states.
     shared : frozenset of int
         The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
     left : frozenset of int
@@ -610,7 +613,7 @@ def trace_part(
         for module in run.held.modules() if elsewhere else ():
             if hasattr(module, "keep") and any(largest(p) >= SMALL for p in module._parameters.values()):
                 module.keep = module.keep.replace("w", "")
-        return run.part(rows, given, update)
+        return run.part(rows, given, update, step) if rows else run.step()
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
@@ -710,16 +713,16 @@ class _Run:
         self.blocks = [b for b in blocks if next(iter(b.parameters()), None) is not None]
         self.positions = None if order is None else BatchPositions(order)
 
-    def part(self, rows: int, given: LayerOutput | None, update: bool) -> Part:
+    def part(self, rows: int, given: LayerOutput | None, update: bool, step: bool) -> Part:
         world, span = self.world, self.world.span
         gradients = states = pending = after = 0
-        change = update_for(self.config, self.optimizer)
+        change = partial(update_for(self.config, self.optimizer), True, 1.0) if step else self.optimizer.zero_grad
         held = world.device.held
         if update:  # a first step makes what later ones hold
             self.microbatch(rows, given, sync=False)
             gradients = max(0, world.device.held - held)
             self.settle()
-            change(True, 1.0)
+            change()
             states = max(0, world.device.held - held - world.device.live["gradients"])  # a GPU's buckets stay
             world.reset_peak()
         rest, late, away, array, left = self.weights + gradients + states, Late(), 0, 0, None
@@ -753,7 +756,7 @@ class _Run:
                         with span("reduce"):
                             self.settle()
                     with span("update"):
-                        change(True, 1.0)
+                        change()
                 after = world.peak_memory
         own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
@@ -769,11 +772,30 @@ class _Run:
         return Part(
             trace=trace, weights=self.weights, gradients=gradients, states=states, kept=kept, pending=pending,
             peak=max(passes, after), output=self.output, message=self.message, away=away, array=array,
-            largest=self.largest, small=self.small, count=len(self.parameters), recorded=self.recorded(),
+            largest=self.largest, small=self.small, count=len(self.parameters), recorded=step * self.recorded(),
             settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
             ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
             calm=calm, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
+        )  # fmt: skip
+
+    def step(self) -> Part:
+        """Return the trace of the optimizer's step alone, by gradients that no pass has made, with its states."""
+        world, change = self.world, partial(update_for(self.config, self.optimizer), True, 1.0)
+        held = world.device.held
+        self.settle()
+        change()  # a first step makes what later ones hold
+        states = max(0, world.device.held - held - world.device.live["gradients"])
+        self.settle()
+        rest = world.device.held
+        world.reset_peak()
+        with world.trace() as trace, world.span("end"), world.span("update"):
+            change()
+        beside = world.peak_memory - rest
+        return Part(
+            trace=trace, weights=0, gradients=0, states=states, kept=0, pending=0, output=None, message=0,
+            peak=states + beside * self.alone, ending=Ending() if self.alone else Ending(beside, beside),
+            recorded=self.recorded(), ties=(Tie(0, 0, 0, 0),) * len(self.ties),
         )  # fmt: skip
 
     @property
