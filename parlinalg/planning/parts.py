@@ -2,7 +2,8 @@
 
 A part is run on imagined ranks: forward, backward, the reduction of its gradients and the update of its parameters.  A
 whole model is one part where it has no pipeline, each stage is one where it has; single layers are parts by which a
-search reckons what many layers take.
+search reckons what many layers take.  An optimizer that treats the matrices of all layers together makes its step in a
+part of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -456,7 +457,7 @@ def in_transit(kinds: Collection[str], weights: int, terms: int, largest: int) -
 
 def host_tiles(states: int, weights: int) -> int:
     """Return the bytes of tiles of states that are read ahead and written behind, with the values that they change."""
-    return (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)
+    return (BUFFERS + 1) * MOST_TILE * (states + weights) // states if states else 0
 
 
 def queued(away: float, array: float, others: float = 0, later: float = 0, forward: bool = False) -> int:
@@ -716,7 +717,9 @@ class _Run:
     def part(self, rows: int, given: LayerOutput | None, update: bool, step: bool) -> Part:
         world, span = self.world, self.world.span
         gradients = states = pending = after = 0
-        change = partial(update_for(self.config, self.optimizer), True, 1.0) if step else self.optimizer.zero_grad
+        change: Callable[[], object] = self.optimizer.zero_grad
+        if step:
+            change = partial(update_for(self.config, self.optimizer), True, 1.0)
         held = world.device.held
         if update:  # a first step makes what later ones hold
             self.microbatch(rows, given, sync=False)
@@ -769,32 +772,32 @@ class _Run:
                 rest = world.device.held
                 pending, late = self.deferred(rows, given, rest, kept)
             away, array, left = self.offloaded(rows, given, update, rest, after)
+        more = self.beyond() if update and step else 0
         return Part(
-            trace=trace, weights=self.weights, gradients=gradients, states=states, kept=kept, pending=pending,
-            peak=max(passes, after), output=self.output, message=self.message, away=away, array=array,
+            trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=kept, pending=pending,
+            peak=max(passes, after) + more, output=self.output, message=self.message, away=away, array=array,
             largest=self.largest, small=self.small, count=len(self.parameters), recorded=step * self.recorded(),
             settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
             ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
-            calm=calm, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
+            calm=calm + more, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
         )  # fmt: skip
 
     def step(self) -> Part:
         """Return the trace of the optimizer's step alone, by gradients that no pass has made, with its states."""
-        world, change = self.world, partial(update_for(self.config, self.optimizer), True, 1.0)
+        world, optimizer = self.world, self.optimizer
+        self.settle()
         held = world.device.held
-        self.settle()
-        change()  # a first step makes what later ones hold
-        states = max(0, world.device.held - held - world.device.live["gradients"])
-        self.settle()
+        optimizer.arrange()
+        optimizer.steps = 1  # the first one may make what later ones refresh
         rest = world.device.held
         world.reset_peak()
         with world.trace() as trace, world.span("end"), world.span("update"):
-            change()
-        beside = world.peak_memory - rest
+            update_for(self.config, optimizer)(True, 1.0)
+        states, beside = max(0, rest - held) + self.beyond(), world.peak_memory - rest
         return Part(
-            trace=trace, weights=0, gradients=0, states=states, kept=0, pending=0, output=None, message=0,
-            peak=states + beside * self.alone, ending=Ending() if self.alone else Ending(beside, beside),
+            trace=trace, weights=self.weights, gradients=0, states=states, kept=0, pending=0, output=None, message=0,
+            peak=self.weights + states + beside * self.alone, ending=Ending() if self.alone else Ending(beside, beside),
             recorded=self.recorded(), ties=(Tie(0, 0, 0, 0),) * len(self.ties),
         )  # fmt: skip
 
@@ -809,6 +812,13 @@ class _Run:
         numbers = {id(p): i for i, p in enumerate(self.ties)}
         found = [] if self.reducer is None else self.reducer.loads()
         return tuple((numbers.get(id(p)), load) for p, load in found if load.transient or load.work)
+
+    def beyond(self) -> int:
+        """Return the bytes by which another rank has more of the states that lie whole on one rank than this one."""
+        held = Counter[int]()
+        for state in self.optimizer.home_states():
+            held[state.home] += math.prod(state.shape) * state.dtype.itemsize
+        return max(held.values(), default=0) - held[self.grid.rank]
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""

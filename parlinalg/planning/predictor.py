@@ -166,7 +166,7 @@ class Predictor:
     def _with_steps(self, stages: Sequence[Figures], c: Candidate, spec: MeshSpec) -> list[Figures]:
         """Return the figures of stages with those of their optimizer's steps, where layers are traced without these."""
         optimizer = replace(c, offload=tuple(away for away in c.offload if away[0] == "optimizer"))
-        steps = [self._offloading_figures(part, optimizer) for part in self.model.steps(c, spec)]
+        steps = [{**self._offloading_figures(part, optimizer), "weights": 0} for part in self.model.steps(c, spec)]
         return [_total(each) for each in zip(steps, stages, strict=True)] if steps else list(stages)
 
     def _in_stage(
@@ -224,7 +224,7 @@ class Predictor:
         stages: list[Figures] = []
         known: dict[Any, tuple[Figures, LayerOutput | None]] = {}
         given: LayerOutput | None = None
-        more = model.of_stages(c, spec)
+        more = [{**of, **model.step_apart} for of in model.of_stages(c, spec)]
         for s, (a, b) in enumerate(model.cuts(spec)):
             key = tuple(keys[a:b]), given, *more[s].values()
             if key not in known:
@@ -237,7 +237,7 @@ class Predictor:
                 known[key] = _line(figures, counts, last - first), part.output
             figure, given = known[key]
             stages.append(figure)
-        return replace(self._by_figures(c, stages, spec), traced=True)
+        return replace(self._by_figures(c, self._with_steps(stages, c, spec), spec), traced=True)
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""

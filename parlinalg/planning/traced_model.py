@@ -243,6 +243,11 @@ class TracedModel:
         """True if the optimizer's step is that of each layer alone."""
         return self.config.optimizer.name not in HOME
 
+    @property
+    def step_apart(self) -> dict[str, Any]:
+        """The argument of `trace_part` for some layers of a stage, of which `steps` has the step if it is of all."""
+        return {} if self.elementwise else {"step": False}
+
     # -------------------------------------------------------------------------------------------- offload
     @property
     def homes(self) -> tuple[str, ...]:
@@ -359,7 +364,7 @@ class TracedModel:
     def _layers(self, c: Candidate, setup: Setup, update: bool, ends: Collection[int] = ()) -> list[Part]:
         found: list[Part] = []
         given: LayerOutput | None = None
-        more = self.gathering_again(c) | ({} if self.elementwise else {"step": False}) if update else {}
+        more = self.gathering_again(c) | self.step_apart if update else {}
         for i, key in enumerate(self.keys(c.dtype)):
             own = more | ({"ends": True} if i in ends else {})
             known = (setup.key, key, update, given, *own)
@@ -378,9 +383,9 @@ class TracedModel:
         one = replace(c, microbatches=c.pipeline, recompute=None)
         setup = Setup(one.apply(self.config, rows), self.ranks, 0, ("step", *_form(one)))
         found = []
-        for (a, b), ties in zip(self.cuts(spec), self.ties_of_stages(c, spec), strict=True):
-            known = (*setup.key, *keys[a:b], *ties.values())
-            found.append(self.part(known, setup, layers=(a, b), **ties))
+        for (a, b), tied in zip(self.cuts(spec), self.ties_of_stages(c, spec), strict=True):
+            known = (*setup.key, *keys[a:b], *tied.values())
+            found.append(self.part(known, setup, layers=(a, b), **tied))
         return found
 
     def whole(self, c: Candidate, **more: Any) -> Part:
