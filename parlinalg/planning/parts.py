@@ -790,15 +790,17 @@ class _Run:
         held = world.device.held
         optimizer.arrange()
         optimizer.steps = 1  # the first one may make what later ones refresh
-        rest = world.device.held
+        states = max(0, world.device.held - held)
+        gradients = sum(int(p.storage.nbytes(p.data).gradient) for p in self.parameters)
         world.reset_peak()
         with world.trace() as trace, world.span("end"), world.span("update"):
             update_for(self.config, optimizer)(True, 1.0)
-        states, beside = max(0, rest - held) + self.beyond(), world.peak_memory - rest
+        beside, more = max(0, world.peak_memory - self.weights - gradients - states), self.beyond()
         return Part(
-            trace=trace, weights=self.weights, gradients=0, states=states, kept=0, pending=0, output=None, message=0,
-            peak=self.weights + states + beside * self.alone, ending=Ending() if self.alone else Ending(beside, beside),
-            recorded=self.recorded(), ties=(Tie(0, 0, 0, 0),) * len(self.ties),
+            trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=0, pending=0,
+            peak=self.weights + gradients + states + more + beside * self.alone, output=None, message=0,
+            ending=Ending() if self.alone else Ending(beside, beside), recorded=self.recorded(),
+            ties=(Tie(0, 0, 0, 0),) * len(self.ties),
         )  # fmt: skip
 
     @property
