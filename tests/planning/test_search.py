@@ -1566,14 +1566,14 @@ def test_states_of_matrices_are_planned_for_the_rank_with_the_most(optimizer, ra
     assert Bounds(predictor.model).within(found.candidate, 1 << 40)[1] <= found.bytes
 
 
-@pytest.mark.parametrize(("place", "machine"), [("host", "v100"), ("disk", "laptop")])
+@pytest.mark.parametrize(("place", "machine", "ranks"), [("host", "v100", 2), ("disk", "laptop", 1)])
 @pytest.mark.parametrize("kinds", [("optimizer",), ("optimizer", "parameters")], ids=str)
 @pytest.mark.parametrize("optimizer", MATRIXWISE)
-def test_estimates_of_states_of_matrices_that_are_offloaded(optimizer, kinds, place, machine):
+def test_estimates_of_states_of_matrices_that_are_offloaded(optimizer, kinds, place, machine, ranks):
     """A configuration may offload them, though a search does not."""
     model = {**DEEP, "name": "gpt", "tie_word_embeddings": False}
-    predictor = _predictor(model, 2, machine, batch=16, optimizer=MATRIXWISE[optimizer])
-    c = replace(_candidate(2), offload=_away(kinds, place))
+    predictor = _predictor(model, ranks, machine, batch=16, optimizer=MATRIXWISE[optimizer])
+    c = replace(_candidate(ranks), offload=_away(kinds, place))
     found, whole = predictor.estimate(c), predictor.full(c)
     assert found.bytes == pytest.approx(whole.bytes, rel=0.05)
     assert (found.host, found.disk) == (whole.host, whole.disk)
