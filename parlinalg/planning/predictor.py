@@ -166,7 +166,7 @@ class Predictor:
     def _with_steps(self, stages: Sequence[Figures], c: Candidate, spec: MeshSpec) -> list[Figures]:
         """Return the figures of stages with those of their optimizer's steps, where layers are traced without these."""
         optimizer = replace(c, offload=tuple(away for away in c.offload if away[0] == "optimizer"))
-        known = {"weights": 0, "gradients": 0}  # which the stages have
+        known: Figures = {"weights": 0, "gradients": 0}  # which the stages have
         steps = [self._offloading_figures(part, optimizer) | known for part in self.model.steps(c, spec)]
         return [_total(each) for each in zip(steps, stages, strict=True)] if steps else list(stages)
 
