@@ -327,6 +327,8 @@ class FlatParameters:
             for entry, before in zip(self.entries, old, strict=True):
                 entry.writes = before.writes - (entry.data is not before.data)
                 entry.homed = before.homed
+        for entry in self.homes:
+            entry.data = entry.parameter.data  # not the values before they moved, which would stay
         written = [e for e in self.entries if e.writes != e.parameter.writes]
         if any("master" in e.names for e in written):
             self.where_they_lie(lambda: self._take(written), "taking values that were written as masters")

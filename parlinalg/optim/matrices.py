@@ -142,17 +142,27 @@ def extent(slots: Slots) -> int:
 # ---------------------------------------------------------------------------------------------- where they are
 def resting(entries: Sequence[Entry], grid: Grid) -> list[Slots]:
     """Return for every rank of the grid the slots of what it updates."""
-    found = []
-    for rank in range(grid.size):
-        parts = []
-        for number, e in enumerate(entries):
-            block = e.data.layout.block(e.data.shape, grid.sizes, grid.coords_of(rank))
-            part = e.parameter.storage.partition(e.data, rank)
-            lengths, first = tuple(len(r) for r in block), tuple(r.start for r in block)
-            for offsets, sizes in rectangles(lengths, part.start, part.stop):
-                parts.append((number, rect_at([a + o for a, o in zip(first, offsets, strict=True)], sizes), -1))
-        found.append(packed(parts))
-    return found
+    found: list[list[tuple[int, Rect, int]]] = [[] for _ in range(grid.size)]
+    blocks: dict[Any, list[Rect]] = {}
+    for number, e in enumerate(entries):
+        layout, shape = alike = e.data.layout, e.data.shape
+        if alike not in blocks:
+            blocks[alike] = [layout.block(shape, grid.sizes, grid.coords_of(rank)) for rank in range(grid.size)]
+        for rank, (parts, block) in enumerate(zip(found, blocks[alike], strict=True)):
+            parts += [(number, rect, -1) for rect in _updated(e, block, rank)]
+    return [packed(parts) for parts in found]
+
+
+def _updated(entry: Entry, block: Rect, rank: int) -> list[Rect]:
+    """Return the rectangles that a rank of the grid updates of its block."""
+    if not entry.partition.axes:
+        return [block] * (volume(block) > 0)
+    part = entry.parameter.storage.partition(entry.data, rank)
+    lengths, first = tuple(len(r) for r in block), tuple(r.start for r in block)
+    return [
+        rect_at([a + o for a, o in zip(first, offsets, strict=True)], sizes)
+        for offsets, sizes in rectangles(lengths, part.start, part.stop)
+    ]
 
 
 def at_home(matrices: Sequence[Matrix], homes: Sequence[int], ranks: int) -> list[Slots]:

@@ -149,6 +149,15 @@ class Team:
             self.matrices += matrices_of(i, entry.data.shape, self.splits[i])
         self.rest = resting(self.entries, grid)
 
+    @cached_property
+    def resting(self) -> list[dict[int, Slots]]:
+        """For each rank of the grid its slots at rest by the number of their parameter."""
+        found: list[dict[int, Slots]] = [{} for _ in self.rest]
+        for slots, of_rank in zip(self.rest, found, strict=True):
+            for slot in slots:
+                of_rank.setdefault(slot.tensor, []).append(slot)
+        return found
+
     @property
     def shared(self) -> bool:
         """True if ranks share the update of a parameter."""
@@ -226,7 +235,7 @@ class AtHome(Execution):
     def _held(self, number: int, rank: int) -> int:
         """Return how many elements of a matrix a rank has at rest."""
         m = self.team.matrices[number]
-        return sum(s.overlap(m.rect) for s in self.team.rest[rank] if s.tensor == m.tensor)
+        return sum(s.overlap(m.rect) for s in self.team.resting[rank].get(m.tensor, ()))
 
     def cost(self) -> Cost:
         """Return the flops of the fullest home; its elements in, and those of the fullest rest out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from parlinalg.array import DistArray
@@ -10,7 +11,7 @@ from parlinalg.autograd import ParameterStorage, Partition, StorageBytes
 from parlinalg.backend.shapes import label_memory
 from parlinalg.backend.views import address, flat
 from parlinalg.comm import Handle
-from parlinalg.layout import Cut, index_of, pieces, span_of
+from parlinalg.layout import Cut, index_of, piece, pieces, span_of
 from parlinalg.parallel.buckets import Bucket, Slot
 
 Block = Any
@@ -46,7 +47,8 @@ class SharedStorage(ParameterStorage):
         super().__init__(before)
         bucket, mine = slot.bucket, slot.shard
         self.owner, self.slot, self.keeps = owner, slot, not bucket.transient
-        self.part = Partition(mine.start, mine.stop, bucket.scatter, _lengths(bucket.lengths, slot.start, slot.stop))
+        lengths = _lengths(bucket.size, bucket.comm.size, slot.start, slot.stop)
+        self.part = Partition(mine.start, mine.stop, bucket.scatter, lengths)
         self.mine: Block = None
         """The settled gradient of this rank's part, or None."""
 
@@ -81,12 +83,11 @@ class SharedStorage(ParameterStorage):
             return self.part
         sizes, coords = data.grid.sizes, data.grid.coords_of(rank)
         starts = self.slot.bucket.starts(coords)
-        number = self.slot.bucket.slots.index(self.slot)
-        parts = pieces(starts[-1], span_of(self.axes, sizes))
-        lengths = _lengths(parts, starts[number], starts[number + 1])
-        position = index_of(self.axes, sizes, coords)
-        start = sum(lengths[:position])
-        return Partition(start, start + lengths[position], self.axes, lengths)
+        number, ranks = self.slot.bucket.slots.index(self.slot), span_of(self.axes, sizes)
+        first, end = starts[number], starts[number + 1]
+        mine = piece(starts[-1], ranks, index_of(self.axes, sizes, coords))
+        start, stop = (min(max(at, first), end) - first for at in (mine.start, mine.stop))
+        return Partition(start, stop, self.axes, _lengths(starts[-1], ranks, first, end))
 
     def updated(self, data: DistArray) -> tuple[Block, Block]:
         return flat(data.block)[self.part.start : self.part.stop], self.mine
@@ -162,10 +163,11 @@ def _lies_in(block: Block, view: Block) -> bool:
     return block.base is view.base and address(block) == address(view)
 
 
-def _lengths(parts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """Return how many of elements `start` to `stop` of a bucket are in each of its parts, of these lengths."""
+@lru_cache(maxsize=64)
+def _lengths(size: int, ranks: int, start: int, stop: int) -> tuple[int, ...]:
+    """Return how many of elements `start` to `stop` of a bucket of this size are in each rank's part of it."""
     found, at = [], 0
-    for length in parts:
+    for length in pieces(size, ranks):
         found.append(max(0, min(at + length, stop) - max(at, start)))
         at += length
     return tuple(found)

@@ -2,7 +2,8 @@
 
 A part is run on imagined ranks: forward, backward, the reduction of its gradients and the update of its parameters.  A
 whole model is one part where it has no pipeline, each stage is one where it has; single layers are parts by which a
-search reckons what many layers take.
+search reckons what many layers take.  An optimizer that treats the matrices of all layers together makes its step in a
+part of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -456,7 +457,7 @@ def in_transit(kinds: Collection[str], weights: int, terms: int, largest: int) -
 
 def host_tiles(states: int, weights: int) -> int:
     """Return the bytes of tiles of states that are read ahead and written behind, with the values that they change."""
-    return (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)
+    return (BUFFERS + 1) * MOST_TILE * (states + weights) // states if states else 0
 
 
 def queued(away: float, array: float, others: float = 0, later: float = 0, forward: bool = False) -> int:
@@ -557,8 +558,9 @@ def busiest(spec: MeshSpec) -> int:
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: LayerOutput | None = None, stage: int = 0, node: int = 8,
-    target: str = "cpu", update: bool = True, shared: frozenset[int] = frozenset(), left: frozenset[int] = frozenset(),
-    ends: bool = False, then: Then = ALONE, probe: bool = True, elsewhere: bool = False,
+    target: str = "cpu", update: bool = True, step: bool = True, shared: frozenset[int] = frozenset(),
+    left: frozenset[int] = frozenset(), ends: bool = False, then: Then = ALONE, probe: bool = True,
+    elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -568,7 +570,7 @@ def trace_part(
     inputs : Inputs
     ranks : int
     rows : int
-        Rows of a microbatch on all data parallel ranks together.
+        Rows of a microbatch on all data parallel ranks together; 0 to trace the optimizer's step alone, without passes.
     layers : pair of int, optional
         The first layer and the one after the last; by default all.
     skip : pair of int
@@ -581,6 +583,8 @@ def trace_part(
         As of `imagine`.
     update : bool
         True to reduce gradients and update parameters; False for the passes of one microbatch alone.
+    step : bool
+        False to reduce gradients alone, without the optimizer's step and its states.
     shared : frozenset of int
         The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
     left : frozenset of int
@@ -610,7 +614,7 @@ def trace_part(
         for module in run.held.modules() if elsewhere else ():
             if hasattr(module, "keep") and any(largest(p) >= SMALL for p in module._parameters.values()):
                 module.keep = module.keep.replace("w", "")
-        return run.part(rows, given, update)
+        return run.part(rows, given, update, step) if rows else run.step()
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:
@@ -710,16 +714,18 @@ class _Run:
         self.blocks = [b for b in blocks if next(iter(b.parameters()), None) is not None]
         self.positions = None if order is None else BatchPositions(order)
 
-    def part(self, rows: int, given: LayerOutput | None, update: bool) -> Part:
+    def part(self, rows: int, given: LayerOutput | None, update: bool, step: bool) -> Part:
         world, span = self.world, self.world.span
         gradients = states = pending = after = 0
-        change = update_for(self.config, self.optimizer)
+        change: Callable[[], object] = self.optimizer.zero_grad
+        if step:
+            change = partial(update_for(self.config, self.optimizer), True, 1.0)
         held = world.device.held
         if update:  # a first step makes what later ones hold
             self.microbatch(rows, given, sync=False)
             gradients = max(0, world.device.held - held)
             self.settle()
-            change(True, 1.0)
+            change()
             states = max(0, world.device.held - held - world.device.live["gradients"])  # a GPU's buckets stay
             world.reset_peak()
         rest, late, away, array, left = self.weights + gradients + states, Late(), 0, 0, None
@@ -753,7 +759,7 @@ class _Run:
                         with span("reduce"):
                             self.settle()
                     with span("update"):
-                        change(True, 1.0)
+                        change()
                 after = world.peak_memory
         own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
@@ -766,14 +772,35 @@ class _Run:
                 rest = world.device.held
                 pending, late = self.deferred(rows, given, rest, kept)
             away, array, left = self.offloaded(rows, given, update, rest, after)
+        more = self.beyond() if update and step else 0
         return Part(
-            trace=trace, weights=self.weights, gradients=gradients, states=states, kept=kept, pending=pending,
-            peak=max(passes, after), output=self.output, message=self.message, away=away, array=array,
-            largest=self.largest, small=self.small, count=len(self.parameters), recorded=self.recorded(),
+            trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=kept, pending=pending,
+            peak=max(passes, after) + more, output=self.output, message=self.message, away=away, array=array,
+            largest=self.largest, small=self.small, count=len(self.parameters), recorded=step * self.recorded(),
             settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
             ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
-            calm=calm, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
+            calm=calm + more, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
+        )  # fmt: skip
+
+    def step(self) -> Part:
+        """Return the trace of the optimizer's step alone, by gradients that no pass has made, with its states."""
+        world, optimizer = self.world, self.optimizer
+        self.settle()
+        held = world.device.held
+        optimizer.arrange()
+        optimizer.steps = 1  # the first one may make what later ones refresh
+        states = max(0, world.device.held - held)
+        gradients = sum(int(p.storage.nbytes(p.data).gradient) for p in self.parameters)
+        world.reset_peak()
+        with world.trace() as trace, world.span("end"), world.span("update"):
+            update_for(self.config, optimizer)(True, 1.0)
+        beside, more = max(0, world.peak_memory - self.weights - gradients - states), self.beyond()
+        return Part(
+            trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=0, pending=0,
+            peak=self.weights + gradients + states + more + beside * self.alone, output=None, message=0,
+            ending=Ending() if self.alone else Ending(beside, beside), recorded=self.recorded(),
+            ties=(Tie(0, 0, 0, 0),) * len(self.ties),
         )  # fmt: skip
 
     @property
@@ -787,6 +814,13 @@ class _Run:
         numbers = {id(p): i for i, p in enumerate(self.ties)}
         found = [] if self.reducer is None else self.reducer.loads()
         return tuple((numbers.get(id(p)), load) for p, load in found if load.transient or load.work)
+
+    def beyond(self) -> int:
+        """Return the bytes by which another rank has more of the states that lie whole on one rank than this one."""
+        held = Counter[int]()
+        for state in self.optimizer.home_states():
+            held[state.home] += math.prod(state.shape) * state.dtype.itemsize
+        return max(held.values(), default=0) - held[self.grid.rank]
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""

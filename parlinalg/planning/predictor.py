@@ -152,6 +152,7 @@ class Predictor:
             _total(self._in_stage(figures[a:b], layers[a:b], c, more))
             for (a, b), more in zip(cuts, beside, strict=True)
         ]
+        stages = self._with_steps(stages, c, spec)
         if c.pipeline == 1:
             (one,) = stages
             one["message"] = 0
@@ -159,8 +160,15 @@ class Predictor:
             reduce = [max(0.0, f["end"] - f["forward"] - f["backward"] - f["update"]) for f in figures]
             asynchronous = self.model.machine.overlap.progress == "asynchronous"
             hidden = sum(f["backward"] for f in figures) if asynchronous else 0.0
-            one["end"] = passes + max(*reduce, sum(reduce) - hidden) + sum(f["update"] for f in figures)
+            one["end"] = passes + max(*reduce, sum(reduce) - hidden) + one["update"]
         return self._by_figures(c, stages, spec)
+
+    def _with_steps(self, stages: Sequence[Figures], c: Candidate, spec: MeshSpec) -> list[Figures]:
+        """Return the figures of stages with those of their optimizer's steps, where layers are traced without these."""
+        optimizer = replace(c, offload=tuple(away for away in c.offload if away[0] == "optimizer"))
+        known: Figures = {"weights": 0, "gradients": 0}  # which the stages have
+        steps = [self._offloading_figures(part, optimizer) | known for part in self.model.steps(c, spec)]
+        return [_total(each) for each in zip(steps, stages, strict=True)] if steps else list(stages)
 
     def _in_stage(
         self, figures: Sequence[Figures], layers: Sequence[Part], c: Candidate, beside: int
@@ -217,7 +225,7 @@ class Predictor:
         stages: list[Figures] = []
         known: dict[Any, tuple[Figures, LayerOutput | None]] = {}
         given: LayerOutput | None = None
-        more = model.of_stages(c, spec)
+        more = [{**of, **model.step_apart} for of in model.of_stages(c, spec)]
         for s, (a, b) in enumerate(model.cuts(spec)):
             key = tuple(keys[a:b]), given, *more[s].values()
             if key not in known:
@@ -230,7 +238,7 @@ class Predictor:
                 known[key] = _line(figures, counts, last - first), part.output
             figure, given = known[key]
             stages.append(figure)
-        return replace(self._by_figures(c, stages, spec), traced=True)
+        return replace(self._by_figures(c, self._with_steps(stages, c, spec), spec), traced=True)
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""

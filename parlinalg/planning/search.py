@@ -7,7 +7,8 @@ Each candidate is judged in up to four steps (`Bounds`, `Predictor`):
 2. A bound by parts: the model's distinct layers are traced on one copy of the model, without ZeRO.  A rank runs its
    layers one after the other for each microbatch, so that their times add up to less than the step (`Bounds.seconds`).
    With what the layers hold follows what must be offloaded at least, and how long its copies take (`Bounds.within`).
-3. An estimate by parts, with reductions, updates and the pipeline's simulation.
+3. An estimate by parts, with reductions, updates and the pipeline's simulation.  Where an optimizer treats matrices of
+   all layers together, its step is a part of all layers of a stage.
 4. The trace of all layers of every distinct stage, timed by `timeline` or `pipeline_timeline` if it fits: this decides.
 
 Candidates are looked at in the order of their bounds.  Where all are within reach the search ends when no bound is

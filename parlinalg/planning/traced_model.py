@@ -238,6 +238,16 @@ class TracedModel:
         part = parts[len(parts) // 2]
         return float(part.kept), float(part.message)
 
+    @property
+    def elementwise(self) -> bool:
+        """True if the optimizer's step is that of each layer alone."""
+        return self.config.optimizer.name not in HOME
+
+    @property
+    def step_apart(self) -> dict[str, Any]:
+        """The argument of `trace_part` for some layers of a stage, of which `steps` has the step if it is of all."""
+        return {} if self.elementwise else {"step": False}
+
     # -------------------------------------------------------------------------------------------- offload
     @property
     def homes(self) -> tuple[str, ...]:
@@ -252,7 +262,7 @@ class TracedModel:
         """
         if not self.homes or self.config.offload:
             return ()
-        found = ["optimizer"] * (self.config.optimizer.name not in HOME)
+        found = ["optimizer"] * self.elementwise
         found += ["activations"] * (self.config.model.name in LANGUAGE)
         found += ["parameters"] * (c.zero in (0, 3) and c.schedule in (None, *SCHEDULES))
         return (*found, *["gradients"] * self.settles(c))
@@ -354,7 +364,7 @@ class TracedModel:
     def _layers(self, c: Candidate, setup: Setup, update: bool, ends: Collection[int] = ()) -> list[Part]:
         found: list[Part] = []
         given: LayerOutput | None = None
-        more = self.gathering_again(c) if update else {}
+        more = self.gathering_again(c) | self.step_apart if update else {}
         for i, key in enumerate(self.keys(c.dtype)):
             own = more | ({"ends": True} if i in ends else {})
             known = (setup.key, key, update, given, *own)
@@ -362,6 +372,20 @@ class TracedModel:
             then = Then(other=frozenset([key] if several else ()))
             found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update, then=then, **own))
             given = found[-1].output
+        return found
+
+    def steps(self, c: Candidate, spec: MeshSpec) -> list[Part]:
+        """Return for each stage of a candidate the step of an optimizer that treats all its matrices together; none of
+        an optimizer of which each layer's trace has its step."""
+        if self.elementwise:
+            return []
+        rows, keys = self.rows(c), self.keys(c.dtype)
+        one = replace(c, microbatches=c.pipeline, recompute=None)
+        setup = Setup(one.apply(self.config, rows), self.ranks, 0, ("step", *_form(one)))
+        found = []
+        for (a, b), tied in zip(self.cuts(spec), self.ties_of_stages(c, spec), strict=True):
+            known = (*setup.key, *keys[a:b], *tied.values())
+            found.append(self.part(known, setup, layers=(a, b), **tied))
         return found
 
     def whole(self, c: Candidate, **more: Any) -> Part:

@@ -301,6 +301,19 @@ def test_memory_homes_and_what_is_refused(make_grid, world):
             kind(model.parameters(), **options)
 
 
+@pytest.mark.parametrize("kind", [optim.Shampoo, optim.SOAP])
+def test_values_do_not_stay_where_they_were(kind):
+    """They move to flat buffers in the first step; states at home kept the memory of those before."""
+    with pla.imagine(ranks=2, what_if=pla.WhatIf()) as world:
+        grid = pla.Grid({"data": 2})
+        model = nn.MLP([6, 8, 8, 4], schemes.discover()["data"].SCHEME, grid, seed=1, dtype="float64")
+        optimizer, before = kind(model.parameters()), world.memory["weights"]
+        for p in model.parameters():
+            p.grad = pla.zeros(p.shape, grid, p.layout, p.dtype)
+        optimizer.step()
+        assert world.memory["weights"] == before
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", ["shampoo", "soap"])
 def test_trainings_make_the_steps_of_one_rank(name, world, folder, backend):

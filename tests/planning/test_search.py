@@ -1504,6 +1504,82 @@ def test_what_the_library_does_not_offload_is_not_planned():
     assert "optimizer" not in _predictor(LARGE, ranks=2, batch=16, **muon).model.kinds(_candidate(2))
 
 
+MATRIXWISE = {
+    "muon": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3},
+    "shampoo": {"name": "shampoo", "precondition_frequency": 1, "block_size": 96},
+    "soap": {"name": "soap"},
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [
+        (1, {}), (4, {"data": 4, "microbatches": 2}), *((4, {"data": 4, "zero": zero}) for zero in (1, 2, 3)),
+        (8, {"data": 2, "zero": 1, "tensor": {"size": 4, "mode": "2d"}}),
+        (8, {"data": 2, "pipeline": 4, "zero": 1, "microbatches": 4, "schedule": "1f1b"}),
+        (4, {"data": 2, "pipeline": 2, "microbatches": 4, "schedule": "zb-v"}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("optimizer", MATRIXWISE)
+def test_steps_of_matrices_are_estimated_for_all_layers_of_a_stage(optimizer, ranks, form):
+    """Ranks share out the matrices of all layers, exchange them together, and hold the directions of all at once."""
+    model = {**DEEP, "name": "gpt", "hidden_size": 128, "tie_word_embeddings": ranks < 8}
+    predictor = _predictor(model, ranks, batch=16, optimizer=MATRIXWISE[optimizer])
+    c = _candidate(**form)
+    found, whole = predictor.estimate(c), predictor.full(c)
+    assert found.bytes == pytest.approx(whole.bytes, rel=0.05)
+    assert found.memory["states"] == whole.memory["states"]
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.15)
+    bounds = Bounds(predictor.model)
+    seconds, nbytes = bounds.within(c, 1 << 40)
+    assert bounds.static_seconds(c) <= seconds <= whole.seconds
+    assert max(bounds.static_memory(c), nbytes) <= whole.bytes
+
+
+@pytest.mark.parametrize("form", [{"data": 8}, {"data": 8, "zero": 1}, {"data": 8, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize("optimizer", MATRIXWISE)
+def test_steps_of_matrices_of_long_stages_are_traced_for_all_layers(optimizer, form):
+    """What a rank has to do does not grow evenly with the layers, as homes are shared out over ranks."""
+    predictor = _predictor(
+        {**DEEP, "name": "gpt", "num_hidden_layers": 16}, 8, batch=16, optimizer=MATRIXWISE[optimizer]
+    )
+    c = _candidate(**form)
+    assert predictor.is_long(c)
+    short, whole = predictor.stretched(c), predictor.full(c)
+    assert short.memory == whole.memory
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert short.words == pytest.approx(whole.words, rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("optimizer", MATRIXWISE)
+def test_states_of_matrices_are_planned_for_the_rank_with_the_most(optimizer, ranks):
+    """The homes of matrices have about as much to do, and not rank 0 the most to keep."""
+    config = {"parallel": {"data": ranks}, "optimizer": MATRIXWISE[optimizer]}
+    peak = _held(lambda world: plain_step(world, config, "attention", **SHORT_ROWS), ranks)
+    model, data = {**DEEP, "name": "gpt", "recompute": "attention"}, {"name": "text", "sequence_length": 64}
+    predictor = _predictor(model, ranks, batch=16, data=data, optimizer=MATRIXWISE[optimizer])
+    found = predictor.full(_candidate(ranks))
+    assert found.bytes == pytest.approx(peak, rel=0.01)
+    assert Bounds(predictor.model).within(found.candidate, 1 << 40)[1] <= found.bytes
+
+
+@pytest.mark.parametrize(("place", "machine", "ranks"), [("host", "v100", 2), ("disk", "laptop", 1)])
+@pytest.mark.parametrize("kinds", [("optimizer",), ("optimizer", "parameters")], ids=str)
+@pytest.mark.parametrize("optimizer", MATRIXWISE)
+def test_estimates_of_states_of_matrices_that_are_offloaded(optimizer, kinds, place, machine, ranks):
+    """A configuration may offload them, though a search does not."""
+    model = {**DEEP, "name": "gpt", "tie_word_embeddings": False}
+    predictor = _predictor(model, ranks, machine, batch=16, optimizer=MATRIXWISE[optimizer])
+    c = replace(_candidate(ranks), offload=_away(kinds, place))
+    found, whole = predictor.estimate(c), predictor.full(c)
+    assert found.bytes == pytest.approx(whole.bytes, rel=0.05)
+    assert (found.host, found.disk) == (whole.host, whole.disk)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.15)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_is_planned_for_a_disk_trains_with_it(zero, tmp_path):
