@@ -95,10 +95,9 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
         return _Products(forward, backward, a.shape[-2:], precise(a), a.layout.dims[-1], a.grid)
     refuse_scipy(a, name)
     if not isinstance(a, tuple) or len(a) != 2 or not all(map(callable, a)):
-        given = f"a DistArray of shape {a.shape}" if isinstance(a, DistArray) else type(a).__name__
         raise LinAlgError(
-            f"{name} takes a DistArray [..., m, n], or two functions of DistArrays (of x and of y: A x, Aᴴ y), not "
-            f"{given}"
+            f"{name} takes a matrix, a DistArray, or a stack of them, or two functions (of x and of y: A x, Aᴴ y), not "
+            f"{a.shape if isinstance(a, DistArray) else type(a).__name__}"
         )
     if not isinstance(vector, DistArray) or vector.ndim != 1:
         raise ValueError(f"{name} of functions takes a DistArray {what} [n], which says n and how vectors lie")
