@@ -73,6 +73,7 @@ _INSTEAD: dict[Callable[..., Any], str] = {
     np.save: "parlinalg.save('a.npy', a)",
     np.savez: "parlinalg.save('a.h5', a, dataset='a')",
     np.savez_compressed: "parlinalg.save('a.h5', a, dataset='a', compression='gzip')",
+    np.linspace: "parlinalg.linspace(start, stop, num), which takes numbers and arrays without dims",
     np.array2string: "str(a), on all ranks",
     np.array_str: "str(a), on all ranks",
     np.array_repr: "str(a), on all ranks",

@@ -361,6 +361,9 @@ class TensorFactor:
         self.a, self.factor, self.maker = a, factor, factor.maker
         self.grid, self.shape, self.dtype, self.layout = factor.grid, factor.shape, factor.dtype, factor.layout
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.factor!r})"
+
 
 class TensorCholesky(TensorFactor):
     """The factorization A = L Lᴴ of a tensor, or of each matrix of a stack; made by `cho_factor`."""

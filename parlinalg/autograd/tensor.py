@@ -154,6 +154,12 @@ class Tensor:
         wants = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}{wants})"
 
+    def __str__(self) -> str:
+        """Return `repr` and a summary of the values.  Collective: all ranks must print, or use `repr`."""
+        from parlinalg.array.printing import summary
+
+        return f"{self!r}\n{summary(self._data)}"
+
     # ------------------------------------------------------------------ gradients
     def backward(self, grad: Tensor | DistArray | None = None, *, retain: bool = False) -> None:
         """Add the gradient of this value to `grad` of every leaf it was made from.  Collective.
@@ -255,6 +261,15 @@ class Tensor:
     prod: Any = DistArray.prod
     var: Any = DistArray.var
     std: Any = DistArray.std
+    argmax: Any = DistArray.argmax
+    argmin: Any = DistArray.argmin
+    argsort: Any = DistArray.argsort
+    nonzero: Any = DistArray.nonzero
+    cumsum: Any = DistArray.cumsum
+    cumprod: Any = DistArray.cumprod
+    take: Any = DistArray.take
+    repeat: Any = DistArray.repeat
+    diagonal: Any = DistArray.diagonal
     trace: Any = DistArray.trace
     clip: Any = DistArray.clip
     round: Any = DistArray.round
@@ -269,6 +284,12 @@ class Tensor:
     device: Any = DistArray.device
     itemsize: Any = DistArray.itemsize
     nbytes: Any = DistArray.nbytes
+    _scalar: Any = DistArray._scalar
+    __float__: Any = DistArray.__float__
+    __int__: Any = DistArray.__int__
+    __complex__: Any = DistArray.__complex__
+    __round__: Any = DistArray.__round__
+    __format__: Any = DistArray.__format__
     __len__: Any = DistArray.__len__
     __iter__: Any = DistArray.__iter__
     __array_namespace__: Any = DistArray.__array_namespace__

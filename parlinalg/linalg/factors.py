@@ -84,6 +84,10 @@ class Factor:
     def __init__(self, a: DistArray) -> None:
         self.grid, self.shape, self.dtype, self.layout = a.grid, a.shape, a.dtype, a.layout.with_partial(())
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"{name}(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}, grid={self.grid!r})"
+
     def apart(self) -> tuple[Any, Factor]:
         """Return this rank's tiles, and the rest of the factorization, to which `joined` gives them back."""
         return self._t, self.joined(np.empty((0, 0), self.dtype))

@@ -12,6 +12,7 @@ solutions by others at the end, so that results are those of numbers near 1.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ class _System:
         """Return x0 as vectors; raise ValueError if it has not the solution's shape."""
         shape, one = self._back(self.b).shape, self.b.ndim == 1
         if not isinstance(x0, DistArray):
-            raise ValueError(f"{self.name}: x0 is a DistArray of the solution's shape, {shape}, not {x0!r}")
+            raise ValueError(f"{self.name}: x0 is a DistArray of the solution's shape, {shape}, not {reprlib.repr(x0)}")
         if x0.shape not in (shape, *([(self.n,), (self.n, 1)] if one else [])):
             raise ValueError(f"{self.name}: x0 has the shape of the solution, {shape}, not {x0.shape}")
         return self._like(reshape(x0.summed(), self.b.shape), "x0").copy()

@@ -96,8 +96,8 @@ def _products(a: Any, name: str, vector: Any, what: str) -> _Products:
     refuse_scipy(a, name)
     if not isinstance(a, tuple) or len(a) != 2 or not all(map(callable, a)):
         raise LinAlgError(
-            f"{name} takes a matrix, or a stack of them, or two functions (of x and of y: A x, Aᴴ y), not "
-            f"{getattr(a, 'shape', type(a).__name__)}"
+            f"{name} takes a matrix, a DistArray, or a stack of them, or two functions (of x and of y: A x, Aᴴ y), not "
+            f"{a.shape if isinstance(a, DistArray) else type(a).__name__}"
         )
     if not isinstance(vector, DistArray) or vector.ndim != 1:
         raise ValueError(f"{name} of functions takes a DistArray {what} [n], which says n and how vectors lie")

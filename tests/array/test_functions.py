@@ -217,6 +217,10 @@ def test_functions_that_have_another_name_here_are_refused_with_it(grid):
     x = placed(numbers((4, 4)), grid, Layout(grid.axes, None))
     with pytest.raises(TypeError, match=r"np\.save takes no distributed arrays; write parlinalg\.save\('a\.npy', a\)"):
         np.save("a.npy", x)
+    with pytest.raises(TypeError, match=r"np\.linspace takes no distributed arrays; write parlinalg\.linspace"):
+        np.linspace(x.min(), x.max(), 5)
+    low, high = x.min(), x.max()
+    check(pla.linspace(low, high, 5), np.linspace(float(low), float(high), 5))
     with pytest.raises(TypeError, match=r"np\.array2string takes no distributed arrays; write str\(a\)"):
         np.array2string(x)
     with pytest.raises(ValueError, match=r"np\.lexsort takes keys of one shape, not \[\(4,\), \(3,\)\]"):

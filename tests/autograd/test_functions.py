@@ -637,6 +637,11 @@ METHODS = [
     Case(lambda x: x.squeeze(1), COLUMN),
     Case(lambda x: x.swapaxes(0, 1), X),
     Case(lambda x: x.trace(), SQUARE),
+    Case(lambda x: x.diagonal() * x.diagonal(1, 1, 0).sum(), SQUARE),
+    Case(lambda x: x.cumsum(0) * x.cumprod(axis=1), X),
+    Case(lambda x: x.take([1, 1, 4], 0) * x.repeat(2, 1).take([0, 3], axis=1).sum(), X),
+    Case(lambda x: x.take(x.argsort(0)[0], 0) * x.take(x.argmax(1), 1).sum(), X),
+    Case(lambda x: x.ravel()[x.nonzero()[0]] * x.take(x.argmin()), X, whole=(0, 1)),
     Case(lambda x: x.ravel(), X, whole=(0, 1)),
     Case(lambda x: x.flatten() * 2, LINE),
     Case(lambda x: x.reshape(5, 7, 1), X),
@@ -651,6 +656,23 @@ METHODS = [
 
 def test_methods_and_operators(grid: Grid, serial: Grid) -> None:
     check(METHODS, grid, serial)
+
+
+def test_tensors_become_numbers_and_text(grid: Grid) -> None:
+    """As PyTorch's do, and arrays: `float(loss)`, `f"{loss:.3f}"`, and `print` shows values."""
+    x = tensor(X, grid, LAYOUTS[2][0])
+    loss = (x * x).sum()
+    want = float((X * X).sum())
+    assert abs(float(loss) - want) < 1e-12
+    assert (int(loss), complex(loss), round(loss, 2)) == (int(want), complex(loss.item()), round(want, 2))
+    assert f"{loss:.3f} {loss:>9.2e}" == f"{want:.3f} {want:>9.2e}"
+    assert str(x) == f"{x}" == f"{x!r}\n{str(x.data).partition(chr(10))[2]}"
+    assert str(loss) == f"{loss!r}\n{np.array2string(np.asarray(loss.item()))}"
+    for convert in (float, int, complex, round):
+        with pytest.raises(TypeError, match=r"only an array without dims becomes a Python scalar; .* shape \(5, 7\)"):
+            convert(x)
+    with pytest.raises(TypeError, match=r"the format '.3f' is for numbers; this array has shape \(5, 7\)"):
+        f"{x:.3f}"
 
 
 MASK = X > 0.3

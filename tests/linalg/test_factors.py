@@ -785,6 +785,9 @@ def test_factors_are_values(grid):
     for count in (None, 2, 13):
         x = a if count is None else np.stack([a] * count)
         factor = linalg.cho_factor(pla.distribute(x, grid, Layout(*[None] * x.ndim)))
+        kind = "CholeskyFactor" if count is None else "CholeskyStack"
+        layout, where = Layout(*[None] * x.ndim), f"grid={grid!r}"
+        assert repr(factor) == f"{kind}(shape={x.shape}, dtype=float64, layout={layout!r}, {where})"
         lower = factor.L
         lower[...] = 7
         same(factor.L, np.linalg.cholesky(x), 1e-13)

@@ -1149,6 +1149,8 @@ def test_wrong_use(grid):
             r"cg takes positive definite A: pᴴ A p = -.* in iteration 1 of system \(1, 0\)",
         ),
         (lambda: cg(a, b, rtol=-1), ValueError, "rtol is a number of at least 0, not -1"),
+        (lambda: svd_lowrank(own, 2), np.linalg.LinAlgError, "svd_lowrank takes a matrix, a DistArray.*, not ndarray"),
+        (lambda: cg(a, b, np.ones(999)), ValueError, r"not array\(\[1.*\.\.\..{0,20}\)$"),
         (lambda: cg(a, b, own), ValueError, r"cg: x0 is a DistArray of the solution's shape, \(6,\), not array"),
         (lambda: minres(a, b, M=0 * a), np.linalg.LinAlgError, "minres takes positive definite M: rᴴ M r = 0"),
         (lambda: lsqr(a, own), ValueError, "lsqr takes a right-hand side of .*, a DistArray, not ndarray"),
