@@ -24,6 +24,7 @@ from parlinalg.linalg.cholesky import Cholesky, SharedCholesky
 from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
     INDEFINITE,
+    SINGULAR,
     LinAlgError,
     as_matrix,
     at_work,
@@ -462,7 +463,7 @@ class LUFactor(WithDeterminant, Factor):
         if self.shape[0] != self.shape[1]:
             raise LinAlgError(f"only square matrices have solutions for every right-hand side, not {self.shape}")
         if self.zero is not None:
-            raise LinAlgError(f"the matrix is singular: U[{self.zero}, {self.zero}] of its factorization is 0")
+            raise LinAlgError(SINGULAR.format(self.zero))
 
     @primitive
     def solve(self, b: DistArray, adjoint: bool = False) -> DistArray:

@@ -27,6 +27,7 @@ FLOATING = "fdFD"
 CROWDED = 4
 """The most ranks a core for which only as many ranks as cores factor a matrix."""
 NONFINITE = "NaNs or infinities"
+SINGULAR = "the matrix is singular: U[{0}, {0}] of its factorization is 0"
 INDEFINITE = "cholesky takes positive definite matrices; the leading minor of order {} is not positive"
 NEGLIGIBLE = 10
 """Up to this size, in units of n ε ‖A‖, negative eigenvalues and differences of eigenvalues count as rounding."""

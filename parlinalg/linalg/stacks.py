@@ -24,7 +24,15 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
 from parlinalg.linalg.lu import determinant
-from parlinalg.linalg.matrices import INDEFINITE, LinAlgError, as_matrix, naming, raise_first, refuse_nonfinite
+from parlinalg.linalg.matrices import (
+    INDEFINITE,
+    SINGULAR,
+    LinAlgError,
+    as_matrix,
+    naming,
+    raise_first,
+    refuse_nonfinite,
+)
 from parlinalg.linalg.tiles import worst
 
 
@@ -318,7 +326,7 @@ class LUStack(StackWithDeterminant):
     def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         self._square("have solutions for every right-hand side")
-        self._regular("the matrix is singular: U[{0}, {0}] of its factorization is 0")
+        self._regular(SINGULAR)
         n = self.shape[-1]
         return self._solved(b, n, n, lambda f, each: f.solution(each, adjoint), check)
 

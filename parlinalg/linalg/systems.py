@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
 from parlinalg.linalg.krylov import gmres
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, checked_tiles, refuse_nonfinite, tiles_for
+from parlinalg.linalg.matrices import (
+    SINGULAR,
+    LinAlgError,
+    as_matrix,
+    batches,
+    checked_tiles,
+    refuse_nonfinite,
+    tiles_for,
+)
 from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
 from parlinalg.linalg.vectors import assumed_steps
@@ -151,20 +160,35 @@ def solution(a: DistArray, b: DistArray) -> DistArray:
 
 def _solutions(xp: Any, a: Any, b: Any) -> Any:
     """Return x of A x = b, of stacks of matrices that a rank has."""
-    return kernels.stacked(kernels.routines(a).solve, _solution, a, b)
+    return _naming_pivot(lambda a: kernels.stacked(kernels.routines(a).solve, _solution, a, b), a)
 
 
 def _solution(a: Any, b: Any) -> Any:
     """Return x of A x = b, of one matrix on the host."""
     factor = LocalLU(a)
     if factor.zero is not None:
-        raise LinAlgError("Singular matrix")  # as NumPy says it
+        raise LinAlgError(SINGULAR.format(factor.zero))
     return factor.solution(b)
+
+
+def _inverses(xp: Any, a: Any) -> Any:
+    """Return the inverses of a stack of matrices that a rank has."""
+    return _naming_pivot(lambda a: kernels.stacked(xp.linalg.inv, _inverse, a), a)
 
 
 def _inverse(a: Any) -> Any:
     """Return the inverse of one matrix on the host."""
     return _solution(a, np.eye(len(a), dtype=a.dtype))
+
+
+def _naming_pivot(function: Callable[[Any], Any], a: Any) -> Any:
+    """Return a function of a rank's stack; of a single matrix an error names the first zero pivot."""
+    try:
+        return function(a)
+    except LinAlgError:
+        if math.prod(a.shape[:-2]) == 1 and (zero := LocalLU(a.reshape(a.shape[-2:])).zero) is not None:
+            raise LinAlgError(SINGULAR.format(zero)) from None
+        raise
 
 
 @primitive
@@ -178,7 +202,7 @@ def inv(x: DistArray, /) -> DistArray:
     """
     x = as_matrix(x, "inv", square=True)
     if x.ndim > 2:
-        return batches("inv", lambda xp, a: kernels.stacked(xp.linalg.inv, _inverse, a), inv, x)[0]
+        return batches("inv", _inverses, inv, x)[0]
     one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
     return LUFactor(x, b=one, name="inv").carried(one)
 

@@ -356,3 +356,19 @@ def test_of_several_wrong_matrices_the_first_is_named(grid, stacks, wrong):
         with pytest.raises(np.linalg.LinAlgError) as error:
             call()
         assert f"matrix {wrong[0]}: " in str(error.value)
+
+
+@pytest.mark.parametrize("count", [2, 3, 40], ids="{} matrices".format)
+def test_singular_matrices_are_named_with_their_pivot(grid, count):
+    """Whether ranks have matrices of their own or work together on each."""
+    a = np.tile(np.eye(4), (count, 1, 1))
+    a[1:, 2, 2] = 0
+    A, b = pla.distribute(a, grid), pla.ones((4, 3), grid=grid)
+    pivot = r"matrix \(1,\): " + (
+        r"the matrix is singular: U\[2, 2\] of its factorization is 0$"
+        if isinstance(A.block, np.ndarray)
+        else "(the matrix is singular: |Singular matrix)"
+    )
+    for function in (lambda: linalg.solve(A, b), lambda: linalg.inv(A), lambda: linalg.lu_factor(A).solve(b)):
+        with pytest.raises(np.linalg.LinAlgError, match=pivot):
+            function()
