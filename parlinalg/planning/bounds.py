@@ -195,7 +195,7 @@ class Bounds:
         later = [max(0, part.pending - given - part.message) for given, part in zip(passed, parts, strict=False)]
         made = [max(0, nbytes - part.kept) for nbytes, part in zip(later, parts, strict=True)]
         alone, ratio, split = model.alone(c.dtype), self._ratio(c), self._weights_later(c)
-        peaks = [max(part.late.forward, part.late.inputs) if split else part.transient for part in parts]
+        peaks = [max(part.deferred.forward, part.deferred.inputs) if split else part.transient for part in parts]
         found = []
         for a, b in self._pipeline(c)[1]:
             rest = alone  # layers of one stage may share parameters
@@ -279,24 +279,24 @@ class Bounds:
         forward = backward = 0
         for i in range(a, b) if away or gathering else ():
             part = bare[i]
-            if away and part.left is not None:
+            if away and part.resident is not None:
                 again = self._gathered_again(c, kinds, [part])
                 made = part.message + max(absent, math.ceil(ratio * part.weights))
-                forward = max(forward, part.left.forward - absent - ends - again)
-                backward = max(backward, (0 if later else part.left.backward - made) - ends - again)
+                forward = max(forward, part.resident.forward - absent - ends - again)
+                backward = max(backward, (0 if later else part.resident.backward - made) - ends - again)
             if gathering is None:
                 continue
-            own, left = gathering[i].gathered, gathering[i].left
+            own, resident = gathering[i].gathered, gathering[i].resident
             next_one = gathering[i + 1].gathered[0] if i + 1 < b else 0
             before = gathering[i - 1].gathered[1] if i > a else 0
             if not away:
                 behind = sum(each.kept for each in bare[i + 1 : b])
                 forward = max(forward, own[0] + next_one - absent - behind - part.kept)
                 backward = max(backward, own[1] + before - absent - behind)
-            elif left is not None:
+            elif resident is not None:
                 made = part.message + absent + 2 * gathering[i].small
-                forward = max(forward, left.forward - own[1] + next_one - absent - ends)
-                backward = max(backward, (0 if later else left.backward + before - made) - ends)
+                forward = max(forward, resident.forward - own[1] + next_one - absent - ends)
+                backward = max(backward, (0 if later else resident.backward + before - made) - ends)
         return forward, backward
 
     def _weights_later(self, c: Candidate) -> bool:

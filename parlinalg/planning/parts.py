@@ -135,7 +135,7 @@ class Inputs:
         return zeros((rows,), grid, Layout(model.output_layout().dims[0]), np.int64)
 
 
-class Then(NamedTuple):
+class NextPasses(NamedTuple):
     """The passes that may follow those of a stage on its pipeline rank.
 
     Attributes
@@ -150,7 +150,7 @@ class Then(NamedTuple):
     other: frozenset[Hashable] = frozenset()
 
 
-ALONE = Then()
+NO_PASSES = NextPasses()
 
 
 class LayerOutput(NamedTuple):
@@ -161,7 +161,7 @@ class LayerOutput(NamedTuple):
     dtype: str
 
 
-class Late(NamedTuple):
+class DeferredPeaks(NamedTuple):
     """The bytes at the peak of a pass where gradients of weights come last: of the forward pass and the one for the
     gradients of inputs beside what rests and is kept, of that for weights beside what rests and is pending.  The calm
     ones are the same while no gathers of another backward pass are in flight, nor weights stay for one."""
@@ -173,7 +173,7 @@ class Late(NamedTuple):
     calm_weights: int = 0
 
 
-class Ending(NamedTuple):
+class LastPeaks(NamedTuple):
     """The bytes beside what rests at the peak of a step's last microbatch in a pipeline, in which sums of gradients
     start, and of what follows it: `whole` where gradients of weights do not come later, `later` where they do.  `sums`
     are those of sums that may be in flight when the last pass of another stage begins."""
@@ -183,17 +183,17 @@ class Ending(NamedTuple):
     sums: int = 0
 
 
-class Left(NamedTuple):
+class Resident(NamedTuple):
     """The bytes of a microbatch in memory where the activations of blocks are offloaded: `kept`, `pending`,
-    `transient`, `late` and `ending` as of a `Part`.  `forward` and `backward` are those at the peak of each pass beside
-    what rests, with ZeRO's stage 3 from the first gather on that the pass waits for.  `away` are those that are
-    offloaded of what only gradients of weights need, where these come later."""
+    `transient`, `deferred` and `last_peaks` as of a `Part`.  `forward` and `backward` are those at the peak of each
+    pass beside what rests, with ZeRO's stage 3 from the first gather on that the pass waits for.  `away` are those that
+    are offloaded of what only gradients of weights need, where these come later."""
 
     kept: int
     pending: int
     transient: int
-    late: Late
-    ending: Ending
+    deferred: DeferredPeaks
+    last_peaks: LastPeaks
     forward: int
     backward: int
     away: int
@@ -238,15 +238,15 @@ class Part:
         The most bytes at once, with one microbatch in flight; in a pipeline before the last one of a step.
     calm : int
         The same, while no gathers of another backward pass are in flight.
-    ending : Ending
+    last_peaks : LastPeaks
     output : LayerOutput or None
         None of the last layer.
     message : int
         Bytes of the output's block.
     away, array : int
         Bytes that a microbatch puts away where the activations of blocks are offloaded, and those of the largest array.
-    late : Late
-    left : Left or None
+    deferred : DeferredPeaks
+    resident : Resident or None
         What stays then, by a pass that offloads them, to a store that brings back no array before it is in use; None
         of a stage without blocks on a rank that has some, or where activations are not offloaded.
     largest, small : int
@@ -272,7 +272,7 @@ class Part:
     moves : dict of str to dict of str to int
         By span, "forward", "backward" and "update", the bytes that come and go, by the kernel of `machine.OFFLOADS`.
     queue : tuple of three ints
-        `away`, that of `left`, and `array`, if they wait for a disk in this memory.
+        `away`, that of `resident`, and `array`, if they wait for a disk in this memory.
     tiled : tuple of two ints
         Bytes of the states that come and go in tiles, and of those tiles that a rank has room for in this memory.
     loads : tuple of (int or None, Load)
@@ -302,9 +302,9 @@ class Part:
     first_gathers: int = 0
     gathered: tuple[int, int] = (0, 0)
     calm: int = 0
-    late: Late = field(default_factory=Late)
-    ending: Ending = field(default_factory=Ending)
-    left: Left | None = None
+    deferred: DeferredPeaks = field(default_factory=DeferredPeaks)
+    last_peaks: LastPeaks = field(default_factory=LastPeaks)
+    resident: Resident | None = None
     elsewhere: Mapping[str, int] = field(default_factory=Counter)
     elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
     moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -379,15 +379,16 @@ class Part:
             raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
         weights, held, states, transient = self.weights, self.gradients, self.states, self.transient
         unfollowed = self.unfollowed
-        kept, pending, late, ending = self.kept, self.pending, self.late, self.ending
+        kept, pending, deferred, last_peaks = self.kept, self.pending, self.deferred, self.last_peaks
         values = weights - self.small
         terms = round(held * values / max(1, weights)) if self.settled else 0
-        if "activations" in places and self.left is not None:
-            kept, pending, transient, late, ending, *_ = self.left
+        if "activations" in places and self.resident is not None:
+            kept, pending, transient, deferred, last_peaks, *_ = self.resident
             unfollowed = transient
         moving = in_transit(places, values, terms, self.largest)
-        transient, unfollowed, late = transient + moving, unfollowed + moving, Late(*(n + moving for n in late))
-        ending = Ending(ending.whole + moving, ending.later + moving, ending.sums)
+        transient, unfollowed = transient + moving, unfollowed + moving
+        deferred = DeferredPeaks(*(n + moving for n in deferred))
+        last_peaks = LastPeaks(last_peaks.whole + moving, last_peaks.later + moving, last_peaks.sums)
         rest, each, queue, tiled = Counter[str](), Counter[str](), (0, 0, 0), (0, 0)
         moves = {span: Counter[str]() for span in SPANS}
         for (span, kind), (come, go) in offload_moves(places, values, terms, states, self.away).items():
@@ -401,8 +402,8 @@ class Part:
             states = 0
         if (place := places.get("activations")) is not None:
             each[place] += self.away
-            if not device and self.left is not None:  # a device's copies are waited for
-                queue = self.away, self.left.away, self.array
+            if not device and self.resident is not None:  # a device's copies are waited for
+                queue = self.away, self.resident.away, self.array
         if (place := places.get("parameters")) is not None:
             rest[place] += values + terms
             weights, held = weights - values, held - terms
@@ -419,7 +420,7 @@ class Part:
             events.append(event)
         made = replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
-            gradients=held, states=states, kept=kept, pending=pending, late=late, ending=ending,
+            gradients=held, states=states, kept=kept, pending=pending, deferred=deferred, last_peaks=last_peaks,
             peak=weights + held + states + kept + transient,
             calm=weights + held + states + kept + unfollowed, elsewhere=rest, elsewhere_kept=each, moves=moves,
             queue=queue, tiled=tiled,
@@ -559,8 +560,8 @@ def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: LayerOutput | None = None, stage: int = 0, node: int = 8,
     target: str = "cpu", update: bool = True, step: bool = True, shared: frozenset[int] = frozenset(),
-    left: frozenset[int] = frozenset(), ends: bool = False, then: Then = ALONE, probe: bool = True,
-    elsewhere: bool = False,
+    theirs: frozenset[int] = frozenset(), ends: bool = False, next_passes: NextPasses = NO_PASSES,
+    probe: bool = True, elsewhere: bool = False,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -587,11 +588,11 @@ def trace_part(
         False to reduce gradients alone, without the optimizer's step and its states.
     shared : frozenset of int
         The numbers of the `Part.ties` of which other layers are in another stage of the same rank.
-    left : frozenset of int
+    theirs : frozenset of int
         Of these the ones that the rank reduces and updates with the other stage.
     ends : bool
         True if the pipeline rank has no blocks, only layers of the model's ends: then these offload their activations.
-    then : Then
+    next_passes : NextPasses
         The passes that may follow those of these layers.
     probe : bool
         True to trace also what blocks leave in memory if they offload their activations.
@@ -609,7 +610,9 @@ def trace_part(
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
-        run = _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, left, ends, then)
+        run = _Run(
+            config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, theirs, ends, next_passes
+        )  # fmt: skip
         run.blocks = run.blocks if probe else []
         for module in run.held.modules() if elsewhere else ():
             if hasattr(module, "keep") and any(largest(p) >= SMALL for p in module._parameters.values()):
@@ -676,10 +679,10 @@ class _Run:
 
     def __init__(
         self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
-        first: bool, last: bool, shared: frozenset[int], left: frozenset[int], ends: bool, then: Then,
+        first: bool, last: bool, shared: frozenset[int], theirs: frozenset[int], ends: bool, next_passes: NextPasses,
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
-        self.first, self.last, self.grid, self.then = first, last, mesh.grid, then
+        self.first, self.last, self.grid, self.next_passes = first, last, mesh.grid, next_passes
         self.alone = mesh.topology.size == 1
         modules = {id(m): m for layer in layers for m in layer.all_modules()}
         before = world.device.held
@@ -688,14 +691,14 @@ class _Run:
         self.held: Module = _Layers(own, layers)
         self.parameters = list(self.held.parameters())
         self.ties = [p for p, _ in tied(_layers(model))]
-        self.left = [p for p in self.parameters if any(p is self.ties[i] for i in left)]
-        self.updated = [p for p in self.parameters if all(p is not other for other in self.left)]
+        self.theirs = [p for p in self.parameters if any(p is self.ties[i] for i in theirs)]
+        self.updated = [p for p in self.parameters if all(p is not other for other in self.theirs)]
         chunks = [self.updated, [p for p in self.updated if any(p is self.ties[i] for i in shared)]]
         self.reducer = (
             reducer_for(config, mesh.grid, self.held, chunks, partial(_Gatherer, self)) if self.updated else None
         )
-        if self.left and self.reducer is not None:
-            GradientReducer(self.left, self.reducer.handlers, dtype=self.reducer.dtype)
+        if self.theirs and self.reducer is not None:
+            GradientReducer(self.theirs, self.reducer.handlers, dtype=self.reducer.dtype)
         self.optimizer = optimizer_for(config, None, self.updated, model, mesh.grid)
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
@@ -728,7 +731,7 @@ class _Run:
             change()
             states = max(0, world.device.held - held - world.device.live["gradients"])  # a GPU's buckets stay
             world.reset_peak()
-        rest, late, away, array, left = self.weights + gradients + states, Late(), 0, 0, None
+        rest, deferred, away, array, resident = self.weights + gradients + states, DeferredPeaks(), 0, 0, None
         with world.trace() as trace:
             with self._gathering():
                 kept = self.microbatch(rows, given, sync=False)
@@ -738,15 +741,15 @@ class _Run:
                 recorder, world.device.recorder = world.device.recorder, None
                 self.microbatch(rows, given, sync=False)  # which adds to gradients
                 passes, calm = max(passes, world.peak_memory), max(calm, world.peak_memory)
-                if self.then.again[True] and self._lone():  # its weights stay
+                if self.next_passes.again[True] and self._lone():  # its weights stay
                     calm = passes
-                pending, late = self.deferred(rows, given, rest, kept)
-                if self.gatherer is not None and self.then != ALONE:
-                    then, self.then = self.then, ALONE
-                    _, calm_late = self.deferred(rows, given, rest, kept)
-                    late = late._replace(calm_inputs=calm_late.inputs, calm_weights=calm_late.weights)
-                    self.then = then
-                away, array, left = self.offloaded(rows, given, update, rest, 0)
+                pending, deferred = self.deferred(rows, given, rest, kept)
+                if self.gatherer is not None and self.next_passes != NO_PASSES:
+                    following, self.next_passes = self.next_passes, NO_PASSES
+                    _, calm_peaks = self.deferred(rows, given, rest, kept)
+                    deferred = deferred._replace(calm_inputs=calm_peaks.inputs, calm_weights=calm_peaks.weights)
+                    self.next_passes = following
+                away, array, resident = self.offloaded(rows, given, update, rest, 0)
                 world.device.recorder = recorder
             if update:
                 with span("end"):
@@ -762,16 +765,16 @@ class _Run:
                         change()
                 after = world.peak_memory
         own = {id(p): Tie.of(p) for p in self.parameters}
-        own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.left}
-        ending = Ending()
+        own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.theirs}
+        ending = LastPeaks()
         if update and not self.alone:
-            ending, left = self._endings(rows, given, rest, after, late.weights + pending, left)
+            ending, resident = self._endings(rows, given, rest, after, deferred.weights + pending, resident)
             after = 0
         else:
             if not update:
                 rest = world.device.held
-                pending, late = self.deferred(rows, given, rest, kept)
-            away, array, left = self.offloaded(rows, given, update, rest, after)
+                pending, deferred = self.deferred(rows, given, rest, kept)
+            away, array, resident = self.offloaded(rows, given, update, rest, after)
         more = self.beyond() if update and step else 0
         return Part(
             trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=kept, pending=pending,
@@ -780,7 +783,8 @@ class _Run:
             settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
             ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
-            calm=calm + more, late=late, ending=ending, left=left, loads=self.loads(), lone=self._lone(),
+            calm=calm + more, deferred=deferred, last_peaks=ending, resident=resident, loads=self.loads(),
+            lone=self._lone(),
         )  # fmt: skip
 
     def step(self) -> Part:
@@ -799,7 +803,7 @@ class _Run:
         return Part(
             trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=0, pending=0,
             peak=self.weights + gradients + states + more + beside * self.alone, output=None, message=0,
-            ending=Ending() if self.alone else Ending(beside, beside), recorded=self.recorded(),
+            last_peaks=LastPeaks() if self.alone else LastPeaks(beside, beside), recorded=self.recorded(),
             ties=(Tie(0, 0, 0, 0),) * len(self.ties),
         )  # fmt: skip
 
@@ -830,7 +834,7 @@ class _Run:
 
     def offloaded(
         self, rows: int, given: LayerOutput | None, update: bool, rest: int, after: int
-    ) -> tuple[int, int, Left | None]:  # fmt: skip
+    ) -> tuple[int, int, Resident | None]:  # fmt: skip
         """Run a microbatch that offloads the activations of the blocks, if there are any; return the bytes that it puts
         away, those of the largest array, and what is left in memory.
 
@@ -844,11 +848,13 @@ class _Run:
                 kept = self.microbatch(rows, given, sync=self.alone and update, probe=probe)
             transient = max(0, max(self.peaks[0], self._peak(), after) - rest - kept)
             (forward, backward), self.later = self.peaks, 0
-            pending, late = 0, Late()
+            pending, deferred = 0, DeferredPeaks()
             if update and not self.alone:
-                pending, late = self.deferred(rows, given, rest, kept, probe)
-            left = Left(kept, pending, transient, late, Ending(), forward - rest, backward - rest, self.later)
-            return self.away, probe.array, left
+                pending, deferred = self.deferred(rows, given, rest, kept, probe)
+            resident = Resident(
+                kept, pending, transient, deferred, LastPeaks(), forward - rest, backward - rest, self.later
+            )
+            return self.away, probe.array, resident
 
     @contextmanager
     def _probe(self) -> Iterator[ActivationProbe]:
@@ -870,10 +876,11 @@ class _Run:
         gatherer, found = self.gatherer, 0
         if gatherer is None:
             return 0
-        if self.then.again[True] and not self._lone():
+        if self.next_passes.again[True] and not self._lone():
             found = self.ahead
-        for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if self.then.other else ():
-            if key in self.then.other:
+        other = self.next_passes.other
+        for key, layer in zip(layer_keys(self.model), _layers(self.model), strict=True) if other else ():
+            if key in other:
                 found = max(found, gatherer.at_work(_parameters(layer)))
         return found
 
@@ -898,7 +905,7 @@ class _Run:
         if self.gathering:
             self.begun = max(self.begun, self.world.peak_memory)
             self.world.reset_peak()
-            if self.then.again[backward] and gatherer.layers(backward) == 1:
+            if self.next_passes.again[backward] and gatherer.layers(backward) == 1:
                 gatherer.retain()
 
     def settle(self) -> None:
@@ -935,8 +942,8 @@ class _Run:
                 self.peaks = forward, self.world.peak_memory
         return kept
 
-    def ending(self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int) -> Ending:
-        """Return the `Ending`, by such a microbatch if sums of gradients take memory in the last one alone.
+    def ending(self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int) -> LastPeaks:
+        """Return the `LastPeaks`, by such a microbatch if sums of gradients take memory in the last one alone.
 
         `after` is the peak of what follows, `later` those beside `rest` of gradients of weights that come last.
         """
@@ -946,7 +953,7 @@ class _Run:
             loads = [bucket_load((), group, policy, reducer.dtype) for group, policy in each]
         work = sorted(load.work for load in loads)
         if not (sums := sum(work[-max((load.most for load in loads), default=1) :])):
-            return Ending(after, after)
+            return LastPeaks(after, after)
         self.world.reset_peak()
         x = self._given(rows, given)
         with self._training(), no_sync():
@@ -955,21 +962,21 @@ class _Run:
             unit.backward(grads, starts=True)
         self.settle()
         whole = max(after, self.world.peak_memory - rest)
-        return Ending(whole, max(whole, later), sums)
+        return LastPeaks(whole, max(whole, later), sums)
 
     def _endings(
-        self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int, left: Left | None
-    ) -> tuple[Ending, Left | None]:  # fmt: skip
-        """Return the `Ending`, and `left` with the one where the activations of blocks are offloaded."""
+        self, rows: int, given: LayerOutput | None, rest: int, after: int, later: int, resident: Resident | None
+    ) -> tuple[LastPeaks, Resident | None]:  # fmt: skip
+        """Return the `LastPeaks`, and `resident` with the one where the activations of blocks are offloaded."""
         ending = self.ending(rows, given, rest, after, later)
-        if left is None:
+        if resident is None:
             return ending, None
-        whole, later = min(ending.whole, left.backward + ending.sums), left.late.weights + left.pending
-        last = Ending(whole, max(whole, later), ending.sums)
+        whole, later = min(ending.whole, resident.backward + ending.sums), resident.deferred.weights + resident.pending
+        last = LastPeaks(whole, max(whole, later), ending.sums)
         if len(self.layers) > 1 and ending.sums:  # some start before the pass ends
             with self._probe():
                 last = self.ending(rows, given, rest, after, later)
-        return ending, left._replace(ending=last)
+        return ending, resident._replace(last_peaks=last)
 
     def _unit(self, x: Any, y: Any, root: Any) -> tuple[InFlight, list[Any]]:
         """Return a microbatch between its passes, and the gradients of its outputs."""
@@ -981,7 +988,7 @@ class _Run:
 
     def deferred(
         self, rows: int, given: LayerOutput | None, rest: int, kept: int, probe: ActivationProbe | None = None
-    ) -> tuple[int, Late]:  # fmt: skip
+    ) -> tuple[int, DeferredPeaks]:  # fmt: skip
         """Run a microbatch whose gradients of weights come last; return what it keeps until then, and its peaks.
 
         `rest` is what is held before, `kept` what is kept from the forward pass on.
@@ -1007,7 +1014,7 @@ class _Run:
                 weights, after = world.peak_memory + self._next(), world.device.held
             pending = max(0, before - held - (after - world.device.held))  # without what stays gathered
         forward, inputs, weights = (max(0, n - rest) for n in (forward - kept, inputs - kept, weights - pending))
-        return pending, Late(forward, inputs, weights, inputs, weights)
+        return pending, DeferredPeaks(forward, inputs, weights, inputs, weights)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -29,8 +29,8 @@ RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient", "unfollowed")  # of a microbatch
 LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
 CALM = {Op.BACKWARD: "calm inputs", Op.BACKWARD_WEIGHT: "calm weights"}
-"""The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.late`; the
-calm ones where no backward pass follows."""
+"""The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.deferred`;
+the calm ones where no backward pass follows."""
 Figures = dict[str, float]
 """Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
 
@@ -146,8 +146,8 @@ class Predictor:
         beside = [0] * len(cuts)
         if c.zero == 3 and spec.schedule is not None and min(b - a for a, b in cuts) < 3:
             first = {key: part.gathered[1] for key, part in zip(self.model.keys(c.dtype), layers, strict=True)}
-            then = self.model.following(c, spec.schedule, cuts)
-            beside = [max((first[key] for key in each.other), default=0) * each.again[True] for each in then]
+            following = self.model.following(c, spec.schedule, cuts)
+            beside = [max((first[key] for key in each.other), default=0) * each.again[True] for each in following]
         stages = [
             _total(self._in_stage(figures[a:b], layers[a:b], c, more))
             for (a, b), more in zip(cuts, beside, strict=True)
@@ -418,10 +418,10 @@ class Predictor:
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
         made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
-        made |= zip((*LATE.values(), *CALM.values()), part.late, strict=True)
+        made |= zip((*LATE.values(), *CALM.values()), part.deferred, strict=True)
         made["lone"] = part.lone
-        made["ending"], made["late ending"] = part.ending.whole - part.kept, part.ending.later - part.pending
-        made["sums"] = part.ending.sums
+        made["ending"], made["late ending"] = part.last_peaks.whole - part.kept, part.last_peaks.later - part.pending
+        made["sums"] = part.last_peaks.sums
         made["away"], made["away late"], made["array"] = part.queue
         made["tiled"], made["tiles"] = part.tiled
         made["message words"] = 0 if part.output is None else part.message // ITEMSIZE[part.output.dtype]

@@ -18,7 +18,7 @@ from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, given_offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Inputs, LayerOutput, Part, Then, declared, layer_keys, ties, trace_part, warn
+from parlinalg.planning.parts import Inputs, LayerOutput, NextPasses, Part, declared, layer_keys, ties, trace_part, warn
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Trace
 from parlinalg.train.choices import LANGUAGE
@@ -101,7 +101,7 @@ class TracedModel:
         self._ties: dict[str | None, list[frozenset[int]]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._shortens: dict[tuple[str | None, int], bool] = {}
-        self._following: dict[Any, list[Then]] = {}
+        self._following: dict[Any, list[NextPasses]] = {}
         given = given_offload(config)
         self._may_offload_activations = "activations" in dict(given) if given else bool(self.homes)
 
@@ -369,8 +369,10 @@ class TracedModel:
             own = more | ({"ends": True} if i in ends else {})
             known = (setup.key, key, update, given, *own)
             several = c.zero == 3 and c.pipeline > 1 and i > 0  # as in a stage of several
-            then = Then(other=frozenset([key] if several else ()))
-            found.append(self.part(known, setup, layers=(i, i + 1), given=given, update=update, then=then, **own))
+            passes = NextPasses(other=frozenset([key] if several else ()))
+            found.append(
+                self.part(known, setup, layers=(i, i + 1), given=given, update=update, next_passes=passes, **own)
+            )
             given = found[-1].output
         return found
 
@@ -421,7 +423,10 @@ class TracedModel:
             return [{}]
         ties, cuts = self.ties_of_stages(c, spec), self.cuts(spec)
         if c.zero == 3:
-            ties = [{**of, "then": then} for of, then in zip(ties, self.following(c, spec.schedule, cuts), strict=True)]
+            ties = [
+                {**of, "next_passes": passes}
+                for of, passes in zip(ties, self.following(c, spec.schedule, cuts), strict=True)
+            ]
         ends = self.without_blocks(spec)
         return [{**of, "ends": True} if s in ends else of for s, of in enumerate(ties)]
 
@@ -434,7 +439,7 @@ class TracedModel:
         on_rank = [[k.stage for k in chunks] for chunks in spec.schedule.chunks]
         return {s for s in range(len(cuts)) if all(all(bare[t] for t in own) for own in on_rank if s in own)}
 
-    def following(self, c: Candidate, schedule: Schedule, cuts: Sequence[Cut]) -> list[Then]:
+    def following(self, c: Candidate, schedule: Schedule, cuts: Sequence[Cut]) -> list[NextPasses]:
         """Return for each stage the passes that may follow its own."""
         keys = self.keys(c.dtype)
         last = tuple(keys[b - 1] for _, b in cuts)
@@ -454,13 +459,13 @@ class TracedModel:
         on_rank = [{k.stage for k in chunks} for chunks in schedule.chunks]
         found: list[dict[str, Any]] = []
         for s in range(schedule.stages):
-            shared, left = set(), set()
+            shared, theirs = set(), set()
             for i, layers in enumerate(self.ties(c.dtype)):
                 held = {n for n, (a, b) in enumerate(cuts) if any(a <= layer < b for layer in layers)}
                 mates = {n for stages in on_rank if s in stages for n in stages & held} - {s} if s in held else set()
                 shared |= {i} if mates else set()
-                left |= {i} if any(n < s for n in mates) else set()
-            found.append({"shared": frozenset(shared), "left": frozenset(left)} if shared else {})
+                theirs |= {i} if any(n < s for n in mates) else set()
+            found.append({"shared": frozenset(shared), "theirs": frozenset(theirs)} if shared else {})
         return found
 
     # -------------------------------------------------------------------------------------------- times
@@ -513,7 +518,7 @@ def passes_of(schedule: Schedule, rank: int) -> list[tuple[bool, int]]:
     return [(i.op is not Op.FORWARD, i.chunk) for i in schedule.orders[rank] if i.op in PASSES]
 
 
-def following(schedule: Schedule, last: Sequence[Hashable]) -> list[Then]:
+def following(schedule: Schedule, last: Sequence[Hashable]) -> list[NextPasses]:
     """Return for each stage the passes that may follow its own on a rank, by the last layer of each stage."""
     pairs = set[tuple[bool, int, int]]()
     for rank, chunks in enumerate(schedule.chunks):
@@ -521,7 +526,7 @@ def following(schedule: Schedule, last: Sequence[Hashable]) -> list[Then]:
             if backward is then:
                 pairs.add((backward, chunks[one].stage, chunks[other].stage))
     return [
-        Then(
+        NextPasses(
             ((False, s, s) in pairs, (True, s, s) in pairs),
             frozenset(last[other] for backward, one, other in pairs if backward and one == s != other),
         )

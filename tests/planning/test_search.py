@@ -35,7 +35,7 @@ from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
-from parlinalg.planning.parts import Inputs, NoDisk, Then, host_tiles, trace_part
+from parlinalg.planning.parts import Inputs, NextPasses, NoDisk, host_tiles, trace_part
 from parlinalg.planning.predictor import Held, Predictor
 from parlinalg.planning.trace import Gemm, cut
 from parlinalg.planning.traced_model import TracedModel, dependencies, following
@@ -1052,8 +1052,8 @@ def test_layers_beside_each_other_are_gathered(layers, microbatches, recompute):
 def test_passes_that_may_follow_a_stage():
     """A rank of 1F1B passes back through its stage twice in a row at the end, the last one never; Chimera's ranks pass
     back through the other one's stage."""
-    assert following(make_schedule("1f1b", 2, 4), "ab") == [Then((True, True)), Then()]
-    assert following(make_schedule("chimera", 2, 2), "ab") == [Then(), Then(other=frozenset("a"))]
+    assert following(make_schedule("1f1b", 2, 4), "ab") == [NextPasses((True, True)), NextPasses()]
+    assert following(make_schedule("chimera", 2, 2), "ab") == [NextPasses(), NextPasses(other=frozenset("a"))]
     every = following(make_schedule("interleaved", 2, 4, 2), "abcd")
     assert [then.other for then in every] == [frozenset(other) for other in ("c", "", "a", "b")]
 
