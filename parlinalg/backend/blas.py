@@ -206,13 +206,14 @@ class Workers:
 
 @contextmanager
 def workers(most: int) -> Iterator[Workers]:
-    """Give NumPy's BLAS one thread, and of the threads that it had up to `most` to `Workers`.
+    """Give NumPy's BLAS one thread, and the threads that it had to `Workers`; if these are more than `most`, one worker
+    has the whole BLAS.
 
     OpenBLAS shares out every call among its threads and waits for all of them.  Work that is not all products is done
     sooner by threads that each call a BLAS of one thread.  Where NumPy has another BLAS there is one worker.
     """
     threads = blas_threads() or 1
-    count = max(1, min(threads, most))
+    count = threads if threads <= most else 1
     with ThreadPoolExecutor(max(1, count - 1)) as others:  # starts none before it is used
         if count > 1:
             _set_openblas(1, ["numpy"])

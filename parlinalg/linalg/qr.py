@@ -73,7 +73,8 @@ class QR(Panels):
         self.trees: list[int] = []
 
     def _workers(self, width: int) -> AbstractContextManager[blas.Workers]:
-        """Return the threads that share this many columns: one, unless a rank has the grid to itself, on the host."""
+        """Return the threads that share this many columns: one, unless a rank has the grid to itself, on the host, and
+        enough columns for all threads of its BLAS."""
         alone = self.tiles.grid.size == 1 and isinstance(self.a, np.ndarray)
         return blas.workers(width // (2 * PART) if alone else 1)
 
