@@ -206,8 +206,7 @@ class Workers:
 
 @contextmanager
 def workers(most: int) -> Iterator[Workers]:
-    """Give NumPy's BLAS one thread, and the threads that it had to `Workers`; if these are more than `most`, one worker
-    has the whole BLAS.
+    """Return the threads of NumPy's BLAS as `Workers`, and give it one meanwhile; one worker if they are above `most`.
 
     OpenBLAS shares out every call among its threads and waits for all of them.  Work that is not all products is done
     sooner by threads that each call a BLAS of one thread.  Where NumPy has another BLAS there is one worker.

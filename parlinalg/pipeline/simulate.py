@@ -310,7 +310,7 @@ def _followed(order: Sequence[Instruction]) -> list[tuple[bool, bool]]:
 
 
 class _Held:
-    """What a rank holds of each chunk as its computations follow each other, and the moments of these."""
+    """Activations of each chunk that a rank holds after each of its computations, and the moments of these."""
 
     def __init__(self, chunks: int, order: Sequence[Instruction]) -> None:
         self.now, self.pending, self.passed = ([0] * chunks for _ in range(3))  # `passed`: forward passes

@@ -287,6 +287,14 @@ SMALL = {
 }  # fmt: skip
 
 
+def step_of(model: Any, optimizer: Any, x: Any, targets: Any) -> None:
+    """Make a step of training by the mean of the cross entropy."""
+    loss, count = ops.cross_entropy_sum(model(x), targets)
+    (loss * (1 / count)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def training(
     grid: Any, stage: int, dtype: str = "float32", make: Callable[..., Any] = optim.AdamW
 ) -> Callable[[], None]:
@@ -303,14 +311,7 @@ def training(
     ids, targets = (
         pla.distribute(a, grid, model.ids_layout) for a in np.random.default_rng(0).integers(0, 1024, (2, 8, 16))
     )
-
-    def step() -> None:
-        loss, count = ops.cross_entropy_sum(model(ids), targets)
-        (loss * (1 / count)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return partial(step_of, model, optimizer, ids, targets)
 
 
 @pytest.mark.always
@@ -354,14 +355,7 @@ def test_memory_of_products_over_grids_is_what_numpy_takes(world, monkeypatch):
         optimizer = optim.Muon(model.parameters(), execution="grid")
         samples = np.ones((8, 600), np.float32), np.zeros(8, np.int64)
         x, labels = (pla.distribute(a, grid, pla.Layout("data", *(None,) * (a.ndim - 1))) for a in samples)
-
-        def step() -> None:
-            loss, count = ops.cross_entropy_sum(model(x), labels)
-            (loss * (1 / count)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
+        return partial(step_of, model, optimizer, x, labels)
 
     compare_memory(world, make, monkeypatch)
 

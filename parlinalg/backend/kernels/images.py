@@ -145,7 +145,7 @@ def max_pool(x: Block, windows: KernelWindows) -> tuple[Block, Block]:
     rows, columns = windows.sizes(h, w)
     least = np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -float("inf")
     best = xp.full((b, rows, columns, c), least, x.dtype)
-    at = (best > least).astype(np.int16)  # zeros
+    at = xp.zeros(best.shape, np.int16)
     for number, (_, _, here, there) in enumerate(_meetings(windows, h, w, range(rows))):
         found, largest, place = x[there], best[here], at[here]
         more = found > largest
