@@ -452,7 +452,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("settings", nargs="+", type=setting, help="such as train:2, pipeline:4, hosts:1gbit")
     parser.add_argument("--forms", nargs="+", help="only these, such as 1d zero3")
     parser.add_argument("--machine", help="a machine's file or name, instead of measuring one")
-    parser.add_argument("--keep", help="a folder for the measured machine's file")
+    parser.add_argument("--keep", help="a folder for the measured machine's file, made if there is none")
     parser.add_argument("--model", default=MODEL, help="d, layers, heads, sequence, batch, vocabulary (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="of pipelines")
     parser.add_argument("--batches", type=int, default=4, help="between two flushes of an asynchronous pipeline")
@@ -470,6 +470,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     harness.stop_cleanly()
+    if args.keep:
+        Path(args.keep).mkdir(parents=True, exist_ok=True)
     if harness.busy_at_start(args.wait, args.crowded) is None:
         return 1
     for name in args.settings:
