@@ -146,10 +146,14 @@ def ready(*blocks: Block, kind: type = np.ndarray) -> bool:
     return available() if kind is np.ndarray else _wanted()
 
 
-@cache
 def _wanted() -> bool:
     """Return True if numba is installed and not turned off."""
-    return os.environ.get("PARLINALG_COMPILED", "1") != "0" and find_spec("numba") is not None
+    return os.environ.get("PARLINALG_COMPILED", "1") != "0" and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("numba") is not None
 
 
 @cache

@@ -11,7 +11,7 @@ from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.compiled import exp, loop
 from parlinalg.backend.halves import work_dtype
-from parlinalg.backend.kernels import example, kernel, runs, spans
+from parlinalg.backend.kernels import example, in_tiles, kernel, runs, spans
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.backend.views import contiguous_rows, flat, matrix
 
@@ -86,7 +86,13 @@ def _(z: Block, m: Block) -> Block:
 @kernel()
 def running_sum(x: Block) -> Block:
     """Return the running sums of every row, added one by one from its first element; in x's dtype."""
-    return namespace(x).cumsum(x, axis=-1, dtype=work_dtype(x.dtype)).astype(x.dtype, copy=False)
+    xp, work = namespace(x), work_dtype(x.dtype)
+    if work == x.dtype or not in_tiles(x):
+        return xp.cumsum(x, axis=-1, dtype=work).astype(x.dtype, copy=False)
+    out, rows = xp.empty(x.shape, x.dtype), matrix(x)
+    for part in spans(len(rows), x, rows.shape[1]):
+        matrix(out)[part] = xp.cumsum(rows[part].astype(work), axis=-1)
+    return out
 
 
 @loop()

@@ -154,10 +154,14 @@ class _Task:
         self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
 
     def sample(self) -> None:
-        """Compute no block but the one with the most keys: of blocks without values, whose others take as much room."""
+        """Compute only the block of queries with the most keys and the one before it, of arrays without values.
+
+        The others take as much room, or less: it grows from block to block.
+        """
         for b, h in self.units():
             keys = [sum(stop - at for at, stop in self.spans(b, h, rows)) for rows in self.rows]
-            self.rows, self.sampled = [self.rows[keys.index(max(keys))]], True
+            most = keys.index(max(keys))
+            self.rows, self.sampled = self.rows[max(0, most - 1) : most + 1], True
             break
 
     def units(self) -> Iterator[tuple[slice, slice]]:
