@@ -46,7 +46,7 @@ class Loop:
         self._options = options
 
     def __call__(self, *args: Any) -> Any:
-        if any(isinstance(block, ShapeArray) for block in args):  # has no values, and gets none
+        if args and isinstance(args[0], ShapeArray):  # blocks without values get none
             return None
         return self._dispatcher(*args)
 
@@ -132,7 +132,7 @@ def few_rows_quotients(y: Any, first: int, column: int, rows: int, t: Any, top: 
     raise NotImplementedError
 
 
-def ready(*blocks: Block, kind: type = np.ndarray) -> bool:
+def ready(*blocks: Block, kind: Any = np.ndarray) -> bool:
     """Return True if loops can compute on these blocks.
 
     The blocks are host arrays of float32 or all of float64, the first of them not small.  With `kind` they are arrays

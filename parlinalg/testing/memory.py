@@ -13,7 +13,7 @@ import numpy as np
 _SET_HANDLER = 304
 """The place of `PyDataMem_SetHandler` in NumPy's table of C functions, which keeps its places."""
 _Address, _Size = ctypes.c_void_p, ctypes.c_size_t
-_KINDS = {
+_KINDS: dict[str, tuple[Any, ...]] = {
     "malloc": (_Address, _Size),
     "calloc": (_Address, _Size, _Size),
     "realloc": (_Address, _Address, _Size),
@@ -107,11 +107,11 @@ def array_memory() -> Iterator[ArrayMemory]:
     ...     print(memory.held - before, memory.peak - before)
     8000 24000
     """
-    found = _memory()
+    found, core = _memory(), np._core  # type: ignore[attr-defined]
     new, get = ctypes.pythonapi.PyCapsule_New, ctypes.pythonapi.PyCapsule_GetPointer
     new.restype, new.argtypes = ctypes.py_object, [_Address, ctypes.c_char_p, _Address]
     get.restype, get.argtypes = _Address, [ctypes.py_object, ctypes.c_char_p]
-    table = ctypes.cast(get(np._core._multiarray_umath._ARRAY_API, None), ctypes.POINTER(_Address))
+    table = ctypes.cast(get(core._multiarray_umath._ARRAY_API, None), ctypes.POINTER(_Address))
     install = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[_SET_HANDLER])
     before = install(new(ctypes.addressof(found._handler), b"mem_handler", None))
     found.reset_peak()

@@ -188,7 +188,7 @@ ROWS_TILE = 1 << 16
 def in_tiles(like: Block) -> bool:
     """Return True if kernels go over blocks like this one in tiles: on a CPU, unless there is nothing to compute."""
     backend = backend_of(like)
-    return backend.cpu and (backend.values or backend.in_kernel)
+    return backend.cpu and (not isinstance(backend, ShapesBackend) or backend.in_kernel)
 
 
 def runs(n: int, step: int, like: Block) -> list[slice]:
