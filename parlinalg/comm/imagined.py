@@ -230,7 +230,7 @@ class ImaginedComm(Comm):
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         words = self.all_reduce_words(buffer.size)
         own = buffer.size - words // 2
-        part = [self.device.empty(own, buffer.dtype)] * by_terms(buffer.dtype)  # of the sum, before the all-gather
+        part = [self.device.empty(own, buffer.dtype)] if by_terms(buffer.dtype) else []  # of the sum, until gathered
         terms = self._terms(part[0], op) if part else []
         if isinstance(buffer, np.ndarray):
             buffer[...] = self._summed(buffer, op)
