@@ -16,7 +16,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
-from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, reflector, share, to_tiles
+from parlinalg.linalg.eigh import LESS, Reduction, first, owned, reflector, share, to_tiles
 from parlinalg.linalg.tiles import Deal, Tiles, indexer
 
 TALL = 1.5
@@ -44,12 +44,7 @@ class Bidiagonal(Reduction):
         m, n = self.shape = shape
         a = held.pop()
         super().__init__(tiles, n, a.dtype, keep)
-        parts = tiles.rows(m)[tiles.i], tiles.rows(n)[tiles.i]
-        sizes = [Kept.size(rows, n) for rows in parts]
-        room = self._room(sum(sizes))
-        both = (None, None) if room is None else (room[: sizes[0]], room[sizes[0] :])
-        self._left, self._right = (Kept(rows, tiles, each) for rows, each in zip(parts, both, strict=True))
-        del room, both
+        self._left, self._right = self._keepers(workers, m, n)
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
         if tiles.grid.inside:
@@ -72,7 +67,7 @@ class Bidiagonal(Reduction):
         gi, gj = deal.coords[group.comm.rank]
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
-        if self.keep and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
+        if self.keep and owned(a) and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         xp = self.xp
