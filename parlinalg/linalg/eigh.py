@@ -53,6 +53,7 @@ class Reduction(ABC):
 
     def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any], keep: bool) -> None:
         self.tiles, self.n, self.dtype, self.keep = tiles, n, dtype, keep
+        self.panel = PANEL  # columns
         self._in_place = False  # the ranks at work write reflections where all ranks read them
         real, self.xp = np.zeros(0, dtype).real.dtype, kernels.on_host(tiles.grid.backend)
         self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
@@ -93,7 +94,7 @@ class Reduction(ABC):
         """Reduce the matrix; a column sums and gathers at most so many elements of a rank.  Collective."""
         everyone, ranks = self.tiles.grid.everyone, workers.R * workers.C
         some, xp = ranks < everyone.size, self.xp
-        panels = [(k, min(PANEL, self.n - k)) for k in range(0, self.n, PANEL)]
+        panels = [(k, min(self.panel, self.n - k)) for k in range(0, self.n, self.panel)]
         held: list[np.ndarray] = []
         if everyone.rank < ranks:
             comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
