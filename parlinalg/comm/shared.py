@@ -409,15 +409,19 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     return whole.reshape(comm.size, size)[comm.rank]
 
 
-def lasting_array(comm: Comm, size: int, dtype: Any) -> Any:
+def lasting_array(comm: Comm, size: int, dtype: Any, keep: bool = True) -> Any:
     """Return an array of so many elements that every rank of `comm` sees; None on all where it cannot be had.
 
     Collective: all ranks ask for the same.  Its elements are arbitrary.  It is its ranks' as long as one of them has it
     or a view of it; then the next one may get the same memory, up to `KEPT`, since new pages cost as much as copies.
+    Without `keep` it is freed, and no memory of an earlier one is taken.
     """
     held, own = _held(comm), -(-size * np.dtype(dtype).itemsize // comm.size)
     if held is None or own * comm.size < tunables.SHARED_BYTES:
         return None
+    if not keep:
+        memory = _made(comm, own * comm.size, own)
+        return None if memory is None else _array(memory, dtype, size)
     free = held.kept is not None and held.lasting() is None and len(held.kept) >= own * comm.size
     memory = held.kept
     if not all(comm.share(free, others="alike")):

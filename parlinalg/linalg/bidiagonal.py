@@ -16,11 +16,24 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
-from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, reflector, share, to_tiles
+from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles
 from parlinalg.linalg.tiles import Deal, Tiles, indexer
 
+LEAST = 8
+"""The fewest columns of a panel."""
 TALL = 1.5
 """Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
+
+
+def panel_size(shape: tuple[int, int], ranks: int, keep: bool) -> int:
+    """Return how many columns of a matrix [m, n] are reduced before the rest is updated, on so many ranks.
+
+    For values alone the vectors of a panel, which every rank has, take at most half of a rank's block, or are few.
+    """
+    (m, n), b = shape, PANEL
+    while not keep and b > LEAST and 4 * b * (m + n) * ranks > m * n:
+        b //= 2
+    return b
 
 
 class Bidiagonal(Reduction):
@@ -44,14 +57,10 @@ class Bidiagonal(Reduction):
         m, n = self.shape = shape
         a = held.pop()
         super().__init__(tiles, n, a.dtype, keep)
-        parts = tiles.rows(m)[tiles.i], tiles.rows(n)[tiles.i]
-        sizes = [Kept.size(rows, n) for rows in parts]
-        room = self._room(sum(sizes))
-        both = (None, None) if room is None else (room[: sizes[0]], room[sizes[0] :])
-        self._left, self._right = (Kept(rows, tiles, each) for rows, each in zip(parts, both, strict=True))
-        del room, both
+        self._left, self._right = self._keepers(workers, m, n)
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
+        self.panel = panel_size(shape, workers.R * workers.C, keep)
         if tiles.grid.inside:
             self._run(workers, max(shape))
             self._left.close()
@@ -72,7 +81,7 @@ class Bidiagonal(Reduction):
         gi, gj = deal.coords[group.comm.rank]
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
-        if self.keep and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
+        if self.keep and owned(a) and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         xp = self.xp
@@ -121,7 +130,10 @@ class Bidiagonal(Reduction):
             x[q] = pi[q] * found
         below, later = indexer(rows[down(k + b) :] - k), indexer(columns[right(k + b) :] - k)
         kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, yu[:, later].conj())
-        if not self.keep:
+        if self._in_place:
+            self._left.add(k, v, tau)
+            self._right.add(k, u, pi)
+        if self._in_place or not self.keep:
             return None
         return np.concatenate([v, u, tau[:, None], pi[:, None]], axis=1)
 

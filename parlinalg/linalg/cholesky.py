@@ -164,6 +164,8 @@ class SharedCholesky:
         The matrix, on the host, in blocks that are no terms of sums.
     home : bool
         Give every rank its block of L, in the layout of `a`; else its columns, as tiles.
+    rows : array [k, n], optional
+        Rows X of this rank, which X A⁻¹ replaces, by L where it lies; then L itself is not kept.
 
     Attributes
     ----------
@@ -173,8 +175,8 @@ class SharedCholesky:
         As of `Cholesky`.
     """
 
-    def __init__(self, tiles: Tiles, a: DistArray, home: bool) -> None:
-        self.tiles, self.a, self.n, self.home = tiles, a, a.shape[0], home
+    def __init__(self, tiles: Tiles, a: DistArray, home: bool, rows: Any = None) -> None:
+        self.tiles, self.a, self.n, self.home, self._divided = tiles, a, a.shape[0], home, rows
         self.minor, self.finite = 0, True
         self.edges = [*range(0, self.n, tiles.size), self.n]
         self.rows, self.columns = a.grid.block(a.layout, a.shape)
@@ -191,13 +193,17 @@ class SharedCholesky:
                 return False
             self._s, self._steps = memory, Steps(comm, steps)
             own = self.tiles.columns(n)[self.tiles.j]
-            self.found = np.empty(self.a.block.shape if self.home else (n, len(own)), dtype)
+            wide = 0 if self._divided is not None else len(own)
+            self.found = np.empty(self.a.block.shape if self.home else (n, wide), dtype)
             self._count()
             self._panels()
             for p in range(self._homed if self.home else len(self.edges) - 2, len(self.edges) - 1):
                 self._wait(p, seldom=not len(own))
                 if self.home:
                     self._copy_home()
+            if self._divided is not None:
+                for adjoint in (True, False):
+                    kernels.substitute(memory[:, :n], self._divided, right=True, lower=True, adjoint=adjoint)
             self._steps.made(steps)
             del self._s, self._steps
         return True
@@ -270,7 +276,7 @@ class SharedCholesky:
         self.finite = self.finite and kernels.finite(corner.diagonal())
         s[k:end, k:end] = corner
         kernels.substitute(corner, s[end:, k:end], right=True, lower=True, adjoint=True)
-        if not self.home:
+        if not self.home and self._divided is None:
             at = p // self.tiles.C * self.tiles.size
             self.found[k:, at : at + end - k] = s[k:, k:end]
 

@@ -23,7 +23,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.comm.ledger import Key
 from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
-from parlinalg.linalg.bidiagonal import TALL
+from parlinalg.linalg.bidiagonal import TALL, panel_size
 from parlinalg.linalg.divide import LEAF
 from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
 from parlinalg.linalg.lu import shares
@@ -904,7 +904,7 @@ def bidiagonal(
     costs.agree(2)
     group, who = Group(costs.everyone.axes, ranks, place), place < ranks
     name = "columns, rows and products of the reduction"
-    for k, b in panels(n, PANEL):
+    for k, b in panels(n, panel_size(shape, ranks, keep)):
         last = int(k + b == n)  # of the last column only itself is needed
         costs.all_reduce(name, group, m - k, who, times=2 * b - last)
         costs.all_reduce(name, group, n - k, who, times=2 * (b - last))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import SharedCollectives, lasting_array, meet, shared_collectives
+from parlinalg.grid import Grid
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
@@ -52,13 +53,30 @@ class Reduction(ABC):
 
     def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any], keep: bool) -> None:
         self.tiles, self.n, self.dtype, self.keep = tiles, n, dtype, keep
+        self.panel = PANEL  # columns
+        self._in_place = False  # the ranks at work write reflections where all ranks read them
         real, self.xp = np.zeros(0, dtype).real.dtype, kernels.on_host(tiles.grid.backend)
         self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
 
-    def _room(self, size: int) -> Any:
-        """Return shared memory for reflections of the ranks of a grid row; None where there is none.  Collective."""
-        on_host = isinstance(self.d, np.ndarray) and self.tiles.grid.inside and self.keep
-        return lasting_array(self.tiles.across, size, self.dtype) if on_host else None
+    def _keepers(self, workers: Deal, *heights: int) -> list[Kept]:
+        """Return what keeps reflections of so many elements each, in shared memory where there is some.  Collective."""
+        tiles, n, grid = self.tiles, self.n, self.tiles.grid
+        every = [tiles.rows(m) for m in heights]
+        if not (isinstance(self.d, np.ndarray) and grid.inside and self.keep):
+            return [Kept(rows[tiles.i], tiles) for rows in every]
+        ranks = workers.R * workers.C
+        if ranks < grid.size:
+            sizes = [KeptForAll.room(rows, n) for rows in every]
+            memory = lasting_array(grid.everyone, sum(sizes), self.dtype)
+            self._in_place = memory is not None
+            if self._in_place:
+                turns = [[(turn + i) % ranks == grid.rank for turn in range(-(-n // KeptForAll.SIZE))] for i in (0, 1)]
+                parts = zip(every, _split(memory, sizes), turns, strict=False)
+                return [KeptForAll(rows, tiles, n, part, mine) for rows, part, mine in parts]
+        sizes = [Kept.size(rows[tiles.i], n) for rows in every]
+        memory = lasting_array(tiles.across, sum(sizes), self.dtype)
+        rooms = [None] * len(sizes) if memory is None else _split(memory, sizes)
+        return [Kept(rows[tiles.i], tiles, room) for rows, room in zip(every, rooms, strict=True)]
 
     @abstractmethod
     def _panel(self, group: SharedCollectives, k: int, b: int) -> np.ndarray | None:
@@ -76,7 +94,7 @@ class Reduction(ABC):
         """Reduce the matrix; a column sums and gathers at most so many elements of a rank.  Collective."""
         everyone, ranks = self.tiles.grid.everyone, workers.R * workers.C
         some, xp = ranks < everyone.size, self.xp
-        panels = [(k, min(PANEL, self.n - k)) for k in range(0, self.n, PANEL)]
+        panels = [(k, min(self.panel, self.n - k)) for k in range(0, self.n, self.panel)]
         held: list[np.ndarray] = []
         if everyone.rank < ranks:
             comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
@@ -87,7 +105,7 @@ class Reduction(ABC):
                         continue
                     message = xp.ascontiguousarray(found)
                     self._keep(k, message)
-                    if some and turn % ranks == everyone.rank:  # they take turns to give panels to the others
+                    if some and not self._in_place and turn % ranks == everyone.rank:  # which gives it to the others
                         held.append(message.reshape(-1))
             if some:
                 comm.free()
@@ -99,6 +117,12 @@ class Reduction(ABC):
         if not self.keep:
             return
         sizes = [b * self._wide(k) for k, b in panels]
+        if self._in_place:
+            for start in range(0, len(panels), ranks):
+                counts = sizes[start : start + ranks]
+                own = counts[everyone.rank] if everyone.rank < len(counts) else 0
+                everyone.count("all_gather", sum(counts) - own, self.dtype.itemsize)
+            return
         most = max((sum(sizes[start : start + ranks]) for start in range(0, len(panels), ranks)), default=0)
         with shared_collectives(everyone, -(-most // everyone.size), self.dtype) as group:
             for start in range(0, len(panels), ranks):
@@ -132,8 +156,7 @@ class Tridiagonal(Reduction):
         self, tiles: Tiles, workers: Deal, half: Half | None, n: int, dtype: np.dtype[Any], keep: bool = True
     ) -> None:  # fmt: skip
         super().__init__(tiles, n, dtype, keep)
-        rows = tiles.rows(n)[tiles.i]
-        self._kept, self._half = Kept(rows, tiles, self._room(Kept.size(rows, n))), half
+        (self._kept,), self._half = self._keepers(workers, n), half
         if tiles.grid.inside:
             self._run(workers, max(n * min(PANEL, n), n + 2 * PANEL))
             self._kept.close()
@@ -394,14 +417,45 @@ def blocks(tiles: Tiles, deal: Deal, x: DistArray) -> list[_Rectangle | _Triangl
     """Return this rank's blocks of a Hermitian matrix, of which the lower triangle is read.  Collective."""
     found: list[_Rectangle | _Triangle] = []
     x, grid = x.summed(), tiles.grid
-    for same, places in parts(deal, x.shape[0], grid.size):
-        lower = tiles.bring_to(x, places, lower=True, host=True)
+    every = list(parts(deal, x.shape[0], grid.size))
+    rooms = rooms_of_few(grid, deal, [places for _, places in every], x.dtype)
+    for (same, places), room in zip(every, rooms, strict=True):
+        rows, columns = places[grid.rank] if grid.inside else places[0]
+        stays = same or _Rectangle.wide(rows, columns)
+        lower = tiles.bring_to(x, places, lower=True, host=True, out=room if stays else None)
         if not same:
-            upper = tiles.bring_to(x, transposed(places), lower=True, host=True)
+            other = room if room is None or stays else room.reshape(len(columns), len(rows))
+            upper = tiles.bring_to(x, transposed(places), lower=True, host=True, out=None if stays else other)
         if grid.inside and lower.size:
-            rows, columns = places[grid.rank]
             found.append(_Triangle(lower, rows, tiles.size) if same else _Rectangle(lower, upper, rows, columns))
     return found
+
+
+def rooms_of_few(grid: Grid, deal: Deal, every: Sequence[Places], dtype: np.dtype[Any]) -> list[Any]:
+    """Return for each part of a matrix an array for this rank's rows and columns, in memory of all ranks of the node.
+
+    It is for a deal to fewer ranks than the grid has: these have the parts of the others too, which so provide room for
+    them.  None for each part if all ranks work, or cannot share memory.  Collective.
+    """
+    if not grid.inside or grid.size == deal.R * deal.C:
+        return [None] * len(every)
+    sizes = [[len(rows) * len(columns) for rows, columns in places] for places in every]
+    memory = lasting_array(grid.everyone, sum(map(sum, sizes)), dtype, keep=False)
+    if memory is None:
+        return [None] * len(every)
+    rooms = zip(every, sizes, _split(memory, list(map(sum, sizes))), strict=True)
+    return [_split(room, each)[grid.rank].reshape(*map(len, places[grid.rank])) for places, each, room in rooms]
+
+
+def _split(memory: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return parts of these sizes, one behind the other."""
+    ends = np.cumsum(sizes).tolist()
+    return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def owned(a: Any) -> bool:
+    """Return True unless an array lies in memory that cannot be given up for it alone."""
+    return not isinstance(a, np.ndarray) or a.flags.owndata
 
 
 class _Rectangle:
@@ -415,14 +469,19 @@ class _Rectangle:
     """
 
     def __init__(self, lower: np.ndarray, upper: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-        wide = len(rows) <= len(columns)  # products with wide strips are faster
+        wide = self.wide(rows, columns)
         self.numbers = (rows, columns) if wide else (columns, rows)
         self.a, other = (lower, upper) if wide else (upper, lower)
         self.a += kernels.adjoint(other)
 
+    @staticmethod
+    def wide(rows: np.ndarray, columns: np.ndarray) -> bool:
+        """Return True if the block itself is kept, else its adjoint: products with wide strips are faster."""
+        return len(rows) <= len(columns)
+
     def begin(self, k: int, at: np.ndarray, less: bool) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
-        if less and LESS * self.a[top:, left:].size <= self.a.size:
+        if less and owned(self.a) and LESS * self.a[top:, left:].size <= self.a.size:
             self.a, self.numbers = self.a[top:, left:].copy(), (self.numbers[0][top:], self.numbers[1][left:])
             top = left = 0
         self.at, self.rest, self.corner = at, self.a[top:, left:], (top, left)
@@ -464,7 +523,7 @@ class _Triangle:
 
     def begin(self, k: int, at: np.ndarray, less: bool) -> None:
         top = first(self.numbers, k)
-        if less and LESS * (len(self.a) - top) ** 2 <= self.a.size:
+        if less and owned(self.a) and LESS * (len(self.a) - top) ** 2 <= self.a.size:
             self.a, self.numbers, top = self.a[top:, top:].copy(), self.numbers[top:], 0
         self.at, self.top, self.rest, self.here = at, top, self.a[top:, top:], at[self.numbers[top:]]
         self.i = slice(int(self.here[0]), int(self.here[-1]) + 1) if len(self.here) else slice(0, 0)
@@ -584,6 +643,69 @@ class Kept:
                 reflect(tiles, v, t, z[first(self._rows, k) :], group)
 
 
+class KeptForAll(Kept):
+    """Reflections that a few ranks of a node find, and write for all of them to shared memory, with T.
+
+    Nobody holds them elsewhere.  Ranks at work take turns to write those of the panels that are put together.
+
+    Parameters
+    ----------
+    every : sequence of array
+        For every grid row the numbers of its rows.
+    n : int
+        The number of reflections.
+    memory : array
+        Shared memory of all ranks, of `room` elements.
+    mine : sequence of bool
+        For all panels that are put together True if it is this rank's turn.
+    """
+
+    SIZE = PANEL * TOGETHER
+
+    def __init__(self, every: Sequence[np.ndarray], tiles: Tiles, n: int, memory: Any, mine: Sequence[bool]) -> None:
+        super().__init__(every[tiles.i], tiles)
+        self._every, self._mine = every, mine
+        self._taus: list[np.ndarray] = []
+        self._places: list[tuple[Any, ...]] = []
+        """Row numbers, the rows of V of every grid row from there on, adjoint, and T."""
+        for k in range(0, n, self.SIZE):
+            sizes = self._sizes(every, n, k)
+            *parts, t = _split(memory, sizes)
+            b, memory = min(self.SIZE, n - k), memory[sum(sizes) :]
+            self._places.append((k, *(each.reshape(b, len(each) // b) for each in parts), t))
+
+    @classmethod
+    def _sizes(cls, every: Sequence[np.ndarray], n: int, k: int) -> list[int]:
+        b = min(cls.SIZE, n - k)
+        return [*(b * (len(rows) - first(rows, k)) for rows in every), b * (b + 1) // 2]
+
+    @classmethod
+    def room(cls, every: Sequence[np.ndarray], n: int) -> int:
+        """Return how many elements n reflections have in the rows of all grid rows, with T."""
+        return sum(sum(cls._sizes(every, n, k)) for k in range(0, n, cls.SIZE))
+
+    def add(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
+        turn, at = divmod(k, self.SIZE)
+        if not self._mine[turn]:
+            return
+        start, *parts, t = self._places[turn]
+        for part, rows in zip(parts, self._every, strict=True):
+            numbers, out = rows[first(rows, start) :], part[at : at + len(v)]
+            left = first(numbers, k)
+            out[:, :left] = 0
+            out[:, left:] = v[:, indexer(numbers[left:] - k)]
+        self._taus.append(tau)
+        if at + len(v) == len(parts[0]):
+            inner = sum(part.conj() @ part.T for part in parts)
+            t[:] = _triangle(inner, np.concatenate(self._taus))[np.triu_indices(len(inner))]
+            self._taus = []
+
+    def close(self) -> None:
+        """Find this rank's rows, once those at work have written them."""
+        self._closed = [(k, parts[self._tiles.i].T, t) for k, *parts, t in self._places]
+        self._places = []
+
+
 def share(start: int, stop: int, comm: Comm) -> slice:
     """Return this rank's share of the places from `start` up to `stop`."""
     n = stop - start
@@ -625,8 +747,13 @@ def reflector(x: np.ndarray, at: int = 0) -> tuple[np.ndarray, complex, float]:
 
 def triangle(v: np.ndarray, tau: np.ndarray) -> np.ndarray:
     """Return T of the product of reflections, I - V T Vᴴ (LAPACK's `larft`)."""
+    return _triangle(v.conj().T @ v, tau)
+
+
+def _triangle(inner: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """Return T by Vᴴ V."""
     b = len(tau)
-    t, inner = namespace(v).zeros((b, b), v.dtype), v.conj().T @ v
+    t: np.ndarray = namespace(inner).zeros((b, b), inner.dtype)
     for q in range(b):
         t[:q, q] = -tau[q] * (t[:q, :q] @ inner[:q, q])
         t[q, q] = tau[q]

@@ -31,6 +31,7 @@ from parlinalg.linalg.matrices import (
     batches,
     checked_tiles,
     distributed,
+    in_one_node,
     refuse_nonfinite,
     scalar,
     scaled,
@@ -195,6 +196,7 @@ class CholeskyFactor(WithDeterminant, Factor):
     """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`.
 
     With `passing` only `L` is made.  It is not moved if every rank receives all panels of it: each keeps its block.
+    With `rows` X of this rank, where the ranks of a node share L, X A⁻¹ replaces them and nothing is kept: `divided`.
     """
 
     maker = "cho_factor"
@@ -202,10 +204,12 @@ class CholeskyFactor(WithDeterminant, Factor):
     """L where the factorization made it as the result, which it is then alone."""
 
     def __init__(
-        self, a: DistArray, block: int | None = None, *, passing: bool = False, depth: int | None = None
+        self, a: DistArray, block: int | None = None, *, passing: bool = False, depth: int | None = None,
+        rows: Any = None,
     ) -> None:  # fmt: skip
         a = as_matrix(a, "cholesky", square=True)
         super().__init__(a)
+        self.divided = False
         n = a.shape[0]
         self.tiles = tiles = tiles_for(a, block, "cholesky", depth)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
@@ -216,7 +220,7 @@ class CholeskyFactor(WithDeterminant, Factor):
             self._t, first = kernels.lower(a.summed().block)
             finite = kernels.finite(self._t.diagonal())
         else:
-            target, first, finite = self._factored(a, passing)
+            target, first, finite = self._factored(a, passing, rows)
         nonfinite, minor = tiles.worst([not finite, n + 1 - first if first else 0])
         if nonfinite:
             refuse_nonfinite(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
@@ -233,15 +237,16 @@ class CholeskyFactor(WithDeterminant, Factor):
                 self._t, have, self.tiles.places(self.rows, self.columns), self.grid, lower=tiles.size
             )  # fmt: skip
 
-    def _factored(self, a: DistArray, passing: bool) -> tuple[Any, int, bool]:
+    def _factored(self, a: DistArray, passing: bool, x: Any) -> tuple[Any, int, bool]:
         """Factor A on tiles; return this rank's block of L, or None where L stays on tiles, `minor` and `finite`."""
         a, tiles, n = a.summed(), self.tiles, self.shape[0]
         on_host = isinstance(a.block, np.ndarray)
         near = self.grid.inside and self.grid.size > tiles.R * tiles.D == 1  # all ranks see all panels
         if near and on_host and n:
-            shared = SharedCholesky(tiles, a, passing)
+            shared = SharedCholesky(tiles, a, passing, x)
             with np.errstate(all="ignore"):
                 done = shared.run()
+            self.divided = done and x is not None
             if done:
                 self._t = np.empty((0, 0), a.dtype) if passing else shared.found
                 return (shared.found if passing else None), shared.minor, shared.finite
@@ -296,6 +301,28 @@ class CholeskyFactor(WithDeterminant, Factor):
         for turned in (False, True):
             triangular.substitute(self.tiles, self._t, self.rows, x, n, columns, lower=True, adjoint=turned)
         return self._home(x, self.rows, columns, n, matrix, b)
+
+
+def divided(x: DistArray, a: DistArray) -> DistArray:
+    """Return X A⁻¹ for a Hermitian positive definite A, in the layout of X [m, n].
+
+    Where the ranks of a node share the factor of A, each has some rows of X, and waits for nobody.
+
+    Raises
+    ------
+    LinAlgError
+        If a leading minor of A is not positive, which it names.
+    """
+    grid, found = x.grid, None
+    if grid.size > 1 and isinstance(x.block, np.ndarray) and in_one_node(grid):
+        found = x.redistribute(rows_alone(grid.sizes))
+        found = found.like(found.block.copy(order="C"))
+    factor = CholeskyFactor(a, rows=None if found is None else found.block)
+    done = any(grid.world.share(factor.divided, others="alike"))
+    if found is not None and done:
+        return found.redistribute(x.layout)
+    del found
+    return factor.solution(x.mT.conj()).mT.conj().redistribute(x.layout)
 
 
 class Identity(NamedTuple):

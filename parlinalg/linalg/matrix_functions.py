@@ -16,7 +16,7 @@ from parlinalg.backend import namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import cut_lengths
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import LUFactor, QRFactor, cho_factor, q_above_identity
+from parlinalg.linalg.factors import LUFactor, QRFactor, divided, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_nonfinite
@@ -509,10 +509,8 @@ def halley(a: DistArray) -> DistArray | None:
         else:
             inner = matmul(x.mT.conj(), x, alpha=r, layout=layout)
             _add_to_diagonal(inner, 1)
-            w = cho_factor(inner)
+            step, weight = divided(x, inner), p - q / r
             del inner
-            step, weight = w.solution(x.mT.conj()).mT.conj().redistribute(layout), p - q / r
-            del w
         _combine([(x, [q / r, weight])], [x, step])
         del step
     for _ in range(4):

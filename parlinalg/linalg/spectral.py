@@ -23,7 +23,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
 from parlinalg.linalg.costs import small_triangle
-from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
+from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     NONFINITE,
@@ -637,7 +637,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
     tiles = tiles_for(x, None, "svd")
     deal = workers(tiles) if keep else tiles  # fewer ranks would have more of it than its blocks and vectors take
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
-    t = tiles.bring_to(x, want, host=True)
+    t = tiles.bring_to(x, want, host=True, out=rooms_of_few(x.grid, deal, [want], x.dtype)[0])
     scale = scaled(tiles, [t], t.dtype, name)
     held, shape = [t], x.shape
     del t, x

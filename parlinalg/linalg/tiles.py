@@ -191,13 +191,16 @@ class Tiles(Deal):
 
     def bring_to(
         self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0,
-        cleared: bool = True,
+        cleared: bool = True, out: Any = None,
     ) -> Any:  # fmt: skip
-        """Return the part of a matrix that `want` gives this rank, as `bring` does; it has all ranks'.  Collective."""
+        """Return the part of a matrix that `want` gives this rank, as `bring` does; it has all ranks'.  Collective.
+
+        With `out` it is written there.
+        """
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
-        return move(block, rest, want, self.grid, free, self.size if lower else 0, more, cleared)
+        return move(block, rest, want, self.grid, free, self.size if lower else 0, more, cleared, out)
 
     def count_bring(
         self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False
@@ -421,7 +424,7 @@ class _Part(NamedTuple):
 
 def move(
     block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0, more: int = 0,
-    cleared: bool = True,
+    cleared: bool = True, out: Any = None,
 ) -> Any:  # fmt: skip
     """Return this rank's rows and columns of a matrix of which every rank has others, by all-to-alls.
 
@@ -440,6 +443,8 @@ def move(
         not `cleared` anything.
     more : int
         Columns of the returned array behind those, which are not set.
+    out : array, optional
+        The array to return, of a grid of several ranks.
 
     Each rank receives exactly what it lacks.  Columns travel some at a time, so that what is on the way stays small.
     """
@@ -455,9 +460,11 @@ def move(
         return block.copy(order="C")
     size = grid.size
     routes = _routes_of(have, want, grid, copies, lower, on_host)
-    out = (xp.zeros if lower and cleared else xp.empty)(
-        (len(want[grid.rank][0]), len(want[grid.rank][1]) + more), block.dtype
-    )
+    if out is None:
+        shape = len(want[grid.rank][0]), len(want[grid.rank][1]) + more
+        out = (xp.zeros if lower and cleared else xp.empty)(shape, block.dtype)
+    elif lower and cleared:
+        out[...] = 0
     for there, here in routes.stay:
         _copy(out, there, block, here)
     if size == 1:

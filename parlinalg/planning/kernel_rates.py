@@ -25,8 +25,8 @@ from parlinalg.planning.machine import FusedAttention, GemmRate
 from parlinalg.planning.trace import Gemm, Kernel, Trace
 from parlinalg.schemes import discover
 
-POINT_SECONDS = 0.05
-"""Seconds in which a point is measured again and again."""
+POINT_SECONDS = 0.02
+"""Seconds in which a point is measured again and again, in each round."""
 AHEAD_SECONDS = 0.002
 """Seconds of the product that keeps a GPU busy while the host launches what is timed."""
 FAR, MOST_FAR = 1 << 26, 64
@@ -65,7 +65,7 @@ SHORT = (64, 256)
 """The size at which attention is measured too: its many operations on tiles take their time however short they are."""
 LEAST_ELEMENTS = 1 << 14
 """Elements of a kernel's call from which on it is counted."""
-CALLS_OF_KERNELS = 9
+CALLS_OF_KERNELS = 3
 CHAIN, SIDE, PASSED, PIECE = 8, 64, 1 << 20, (64, 128)
 """The layers by which the overhead of an operation is measured, the sides of their matrices, the bytes that pass
 through the cache between two operations, and the sides of the pieces by which the overhead of copies is measured."""
@@ -223,8 +223,8 @@ def operation_costs(backend: Backend, gemm: GemmRate) -> dict[str, float]:
     """Return the costs of operations: bandwidths by bytes, rates of kernels, and the overhead in seconds."""
     xp, found = backend.xp, {}
     few = backend.zeros((64, 2, 2), np.float32)
-    found["call"] = seconds_of(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
-    overheads = [overhead(backend, gemm)]  # at three times: for seconds on end a shared host can be half as fast
+    found["call"] = seconds_of(lambda: xp.matmul(few, few), backend) / len(few)
+    found["overhead"] = overhead(backend, gemm)
     for nbytes in SUMS:
         terms = [np.full(nbytes // 12, value, np.float32) for value in (1, 2)]
         found[f"sum {nbytes}"] = nbytes / seconds_of(_in_turn(xp.add, backend, terms, nbytes), backend)
@@ -234,14 +234,12 @@ def operation_costs(backend: Backend, gemm: GemmRate) -> dict[str, float]:
         for name in UFUNCS:
             function = getattr(xp, name)
             call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
-            found[f"rate {name} {x.size}"] = x.size / seconds_of(call, backend, 0.02)
-    overheads.append(overhead(backend, gemm))
+            found[f"rate {name} {x.size}"] = x.size / seconds_of(call, backend, POINT_SECONDS / 3)
     for rows, width, only in (*((*size, "") for size in sizes), (*SHORT, "attention")):
         found |= {
             f"rate {name} {size}": size / seconds
             for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"], only).items()
         }
-    found["overhead"] = median((*overheads, overhead(backend, gemm)))
     return found
 
 

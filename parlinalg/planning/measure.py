@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter, thread_time
 
 import numpy as np
@@ -42,6 +43,9 @@ from parlinalg.planning.link_times import (
 )
 from parlinalg.planning.machine import LIBRARY, Disk, FusedAttention, GemmRate, Kernels, Link, Machine, Overlap
 
+ROUNDS = 3
+"""How often products and kernels are measured, one after all others: for seconds on end a shared host can be half as
+fast, and what counts is the median."""
 DISK_FILE, DISK_TILE = 1 << 28, 1 << 23
 """Bytes of the file that a rank writes and reads, and of each access, as large as those of offloaded states."""
 
@@ -119,12 +123,16 @@ def _computation(
         shortest = partial(seconds_of, lambda: xp.add(small, small), backend, 0.02)
         floor = _agreed(comm, at_work, lambda: {"seconds": shortest()})["seconds"]
         processors = int(xp.cuda.runtime.getDeviceProperties(number)["multiProcessorCount"])
-    gemm = {}
-    for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ())):
-        rates = _agreed(comm, at_work, partial(product_rates, backend, dtype))
-        gemm[dtype] = fitted_products(rates, source, processors, floor)
-    attention = fused_table(_agreed(comm, at_work, partial(fused_attention_rates, backend)), source)
-    found = _agreed(comm, at_work, partial(operation_costs, backend, gemm["float32"]))
+    dtypes = ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
+    rounds: list[list[dict[str, float]]] = []
+    for _ in range(ROUNDS):
+        rates = [_agreed(comm, at_work, partial(product_rates, backend, dtype)) for dtype in dtypes]
+        products = fitted_products(rates[dtypes.index("float32")], source, processors, floor)
+        fused = _agreed(comm, at_work, partial(fused_attention_rates, backend))
+        rounds.append([*rates, fused, _agreed(comm, at_work, partial(operation_costs, backend, products))])
+    *rates, fused, found = ({key: median(each[key] for each in kind) for key in kind[0]} for kind in zip(*rounds))
+    gemm = {d: fitted_products(each, source, processors, floor) for d, each in zip(dtypes, rates, strict=True)}
+    attention = fused_table(fused, source)
     if crowded:  # the ranks push each other's data out of the caches too
         every = _agreed(comm, True, lambda: {"overhead": overhead(backend, gemm["float32"], thread_time)})
         found["overhead"] = max(found["overhead"], every["overhead"])

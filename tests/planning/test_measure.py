@@ -83,6 +83,32 @@ def test_measured_machine(brief, world, backend, monkeypatch) -> None:
         assert 0 <= link_times.poll_slowdown(world, NUMPY) <= 10
 
 
+def test_a_round_while_the_machine_is_slow_does_not_count(brief, world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every point is measured in each of three rounds, one after all the others."""
+    speeds, measured = iter((1.0, 0.5, 1.0)), []
+
+    def rates(backend: object, dtype: str) -> dict[str, float]:
+        measured.append(dtype)
+        speed[0] = next(speeds) if dtype == "float64" else speed[0]
+        return {"64 64 64": 1e10 * speed[0], "256 256 256": 2e10 * speed[0]}
+
+    def costs(backend: object, gemm: GemmRate) -> dict[str, float]:
+        measured.append("kernels")
+        assert gemm.at(64, 64, 64) == pytest.approx(1e10 * speed[0])
+        sums = {f"sum {n}": 1e9 * speed[0] for n in kernel_rates.SUMS}
+        return {"call": 1e-6, "overhead": 1e-5 / speed[0], "rate exp 65536": 1e8 * speed[0], **sums}
+
+    speed = [0.0]
+    monkeypatch.setattr(measure, "product_rates", rates)
+    monkeypatch.setattr(measure, "operation_costs", costs)
+    gemm, _, found = measure._computation(world, NUMPY, True, False, "by hand")
+    assert measured == ["float64", "float32", "kernels"] * 3
+    assert gemm["float32"].points == ((64, 64, 64, 1e10), (256, 256, 256, 2e10))
+    assert (found.bandwidth, found.overhead) == (1e9, 1e-5)
+    assert found.points[0][1] == 1e9
+    assert found.rates["exp"] == ((65536, 1e8),) or found.rates["exp"] == 1e8
+
+
 @pytest.mark.serial
 def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets are used in turn, as many as have the bytes together, and each result lives until its set's next turn."""
