@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,11 +87,18 @@ class ArrayMemory:
         self._gone(address)
         self._free(address)  # type: ignore[attr-defined]
 
+    def _give_up(self, address: int) -> None:
+        """Leave arrays that are still there to another handler: Python's functions cannot be called at its end."""
+        start = _Handler.context.offset
+        ctypes.memmove(ctypes.addressof(self._handler) + start, address + start, ctypes.sizeof(_Handler) - start)
+
 
 @cache
 def _memory() -> ArrayMemory:
     """Return the one that counts: arrays are freed by it long after its context has ended."""
-    return ArrayMemory()
+    found = ArrayMemory()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))  # it outlives all arrays
+    return found
 
 
 @contextmanager
@@ -107,13 +115,16 @@ def array_memory() -> Iterator[ArrayMemory]:
     ...     print(memory.held - before, memory.peak - before)
     8000 24000
     """
-    found, core = _memory(), np._core  # type: ignore[attr-defined]
+    first, core = not _memory.cache_info().currsize, np._core  # type: ignore[attr-defined]
+    found = _memory()
     new, get = ctypes.pythonapi.PyCapsule_New, ctypes.pythonapi.PyCapsule_GetPointer
     new.restype, new.argtypes = ctypes.py_object, [_Address, ctypes.c_char_p, _Address]
     get.restype, get.argtypes = _Address, [ctypes.py_object, ctypes.c_char_p]
     table = ctypes.cast(get(core._multiarray_umath._ARRAY_API, None), ctypes.POINTER(_Address))
     install = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[_SET_HANDLER])
     before = install(new(ctypes.addressof(found._handler), b"mem_handler", None))
+    if first:
+        atexit.register(found._give_up, get(before, b"mem_handler"))
     found.reset_peak()
     try:
         yield found
