@@ -4,9 +4,9 @@
     python bench/memory.py --imagined [--forms "2d" "ZeRO 2"] [--json FILE]
 
 For every number of ranks and stage a GPT is trained with AdamW, each run in processes of its own.  Of the rank that has
-the most: bytes of NumPy's arrays (tracemalloc's domain) between two steps, beside the formula's table of dtypes; at the
-most within a step, beside table + two gathered blocks + one block's gradients + buckets + what the tape holds; and the
-process's VmHWM, less what it had before the model was made.
+the most: bytes of NumPy's arrays between two steps, beside the formula's table of dtypes; at the most within a step,
+beside table + two gathered blocks + one block's gradients + buckets + what the tape holds; and the process's VmHWM,
+less what it had before the model was made.
 
 With `--imagined` 4 ranks train under each of `FORMS`: ZeRO's stages, schemes, recomputation, offload and pipelines.
 Beside what each rank's arrays are measured to take stands what the same program holds on imagined ranks
@@ -21,7 +21,6 @@ import json
 import os
 import re
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,12 +73,6 @@ FORMS = {
     "pipeline of 4, gpipe, blocks recomputed": Form("serial", {}, 0, "block", schedule="gpipe"),
     "pipeline of 4, 1f1b, blocks recomputed": Form("serial", {}, 0, "block", schedule="1f1b"),
 }
-
-
-def numpy_bytes() -> int:
-    """Bytes of all arrays that NumPy has made since tracing began, and not freed."""
-    domain = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([domain]).traces)
 
 
 def resident(field: str) -> int:
@@ -175,15 +168,15 @@ def stepping(args: argparse.Namespace, form: Form, comm: Any, backend: str) -> I
         yield step
 
 
-def measured(step: Callable[[], None]) -> tuple[int, int]:
+def measured(memory: Any, step: Callable[[], None]) -> tuple[int, int]:
     """Return the bytes of this rank's arrays between two steps, and at the most within one, after three more."""
     for _ in range(3):
         step()
     gc.collect()
-    rest, python = numpy_bytes(), tracemalloc.get_traced_memory()[0]
-    tracemalloc.reset_peak()
+    rest = memory.held
+    memory.reset_peak()
     step()
-    return rest, tracemalloc.get_traced_memory()[1] - (python - rest)
+    return rest, memory.peak
 
 
 def compared(args: argparse.Namespace) -> dict[str, Any]:
@@ -191,16 +184,15 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
     import parlinalg as pla
     from parlinalg.backend import compiled
     from parlinalg.comm import open_comm
+    from parlinalg.testing import array_memory
 
     os.environ["PARLINALG_SHARED"] = "0"
     (name,), world = args.forms, open_comm()
     form = FORMS[name]
     compiled.about()
-    tracemalloc.start()
-    with stepping(args, form, world, "numpy") as step:
+    with array_memory() as memory, stepping(args, form, world, "numpy") as step:
         step()
-        rest, peak = measured(step)
-        tracemalloc.stop()
+        rest, peak = measured(memory, step)
         del step
 
     def imagined(found: Any) -> dict[str, int]:
@@ -231,19 +223,20 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     from parlinalg.autograd.saved import saved
     from parlinalg.backend import compiled
     from parlinalg.comm import open_comm
+    from parlinalg.testing import array_memory
 
-    os.environ["PARLINALG_SHARED"] = "0"  # buckets that the ranks have in common are not in tracemalloc's books
+    os.environ["PARLINALG_SHARED"] = "0"  # buckets that the ranks have in common are no arrays of NumPy's
     world, stage = open_comm(), args.stages[0]
     grid = pla.Grid({"data": world.size}, world, "numpy")
     compiled.about()  # numba is loaded: it is the process's, not the training's
     before = resident("VmRSS")
-    tracemalloc.start()
     form = Form("zero3" if stage == 3 else "data", {"data": world.size}, stage)
-    parameters, gatherer, forward, step = training(args, form, grid)
     bucket = int(args.bucket * MIB)
-    step()
-    tape = sum(row.nbytes for row in saved(forward()))
-    rest, peak = measured(step)
+    with array_memory() as memory:
+        parameters, gatherer, forward, step = training(args, form, grid)
+        step()
+        tape = sum(row.nbytes for row in saved(forward()))
+        rest, peak = measured(memory, step)
     formula = table(parameters, stage, world.size, args.dtype)
     block = 0 if gatherer is None else gatherer.limit
     allowed = sum(formula.values()) + 3 * block + 2 * bucket + tape

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend import namespace
+from parlinalg.backend.shapes import ShapeArray
 from parlinalg.backend.views import flat
 
 Block = Any
@@ -44,6 +46,8 @@ class Loop:
         self._options = options
 
     def __call__(self, *args: Any) -> Any:
+        if args and isinstance(args[0], ShapeArray):  # blocks without values get none
+            return None
         return self._dispatcher(*args)
 
     @cached_property
@@ -80,7 +84,7 @@ def inlined(function: Callable[..., Any]) -> Loop:
 
 def elementwise(loop: Loop, shape: tuple[int, ...], *blocks: Block) -> Block:
     """Return a new block of this shape from a loop over flat blocks."""
-    made = np.empty(shape, blocks[0].dtype)
+    made = namespace(blocks[0]).empty(shape, blocks[0].dtype)
     loop(*map(flat, blocks), made.reshape(-1))
     return made
 
@@ -128,21 +132,34 @@ def few_rows_quotients(y: Any, first: int, column: int, rows: int, t: Any, top: 
     raise NotImplementedError
 
 
-def ready(*blocks: Block) -> bool:
+def ready(*blocks: Block, kind: Any = np.ndarray) -> bool:
     """Return True if loops can compute on these blocks.
 
-    The blocks are host arrays of float32 or all of float64, the first of them not small.
+    The blocks are host arrays of float32 or all of float64, the first of them not small.  With `kind` they are arrays
+    without values, in place of such: then numba is not imported.
     """
     first = blocks[0]
-    if type(first) is not np.ndarray or first.size < tunables.COMPILED_SIZE or first.dtype not in _DTYPES:
+    if type(first) is not kind or first.size < tunables.COMPILED_SIZE or first.dtype not in _DTYPES:
         return False
-    return all(type(b) is np.ndarray and b.dtype == first.dtype for b in blocks[1:]) and available()
+    if any(type(b) is not kind or b.dtype != first.dtype for b in blocks[1:]):
+        return False
+    return available() if kind is np.ndarray else _wanted()
+
+
+def _wanted() -> bool:
+    """Return True if numba is installed and not turned off."""
+    return os.environ.get("PARLINALG_COMPILED", "1") != "0" and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("numba") is not None
 
 
 @cache
 def available() -> bool:
     """Return True if numba is installed, works, and is not turned off; a warning says why it does not work."""
-    if os.environ.get("PARLINALG_COMPILED", "1") == "0" or find_spec("numba") is None:
+    if not _wanted():
         return False
     try:
         from parlinalg.backend import primitives  # noqa: F401

@@ -187,7 +187,7 @@ class ShapesBackend:
         self.held = self.peak = 0
         self.recorder: Recorder | None = None
         self._next = 1 << 44
-        self._within = 0
+        self._within = self._uncounted = 0
         self._counts: Counter[Any] = Counter()
 
     def count(self, what: Any) -> int:
@@ -242,7 +242,7 @@ class ShapesBackend:
         """Count n bytes more, and return the address of so much room."""
         self.live["buffers"] += n
         self.held += n
-        if self.held > self.peak and not self._within:
+        if self.held > self.peak and not self._uncounted:
             self.peak = self.held
         if n and self.recorder is not None and not self._within:
             self.recorder.memory("buffers", n)
@@ -288,16 +288,21 @@ class ShapesBackend:
 
     @contextmanager
     def one_kernel(self) -> Iterator[None]:
-        """Note nothing within but what is made there and lives on: the work is one kernel's."""
-        held = self.held
+        """Note nothing within but what is made there and lives on: the work is one kernel's.
+
+        What comes and goes within counts in the peak on a CPU, where it is the kernel's scratch: a GPU's kernel has
+        none of what is made in its stead.
+        """
         before = self.live.copy() if self._within == 0 and self.recorder is not None else None
         self._within += 1
+        self._uncounted += self.cuda
         try:
             yield
         finally:
             self._within -= 1
+            self._uncounted -= self.cuda
             if not self._within:
-                self.peak = max(self.peak, held, self.held)
+                self.peak = max(self.peak, self.held)
                 if before is not None and self.recorder is not None:
                     for category in CATEGORIES:
                         if more := self.live[category] - before[category]:
@@ -307,10 +312,17 @@ class ShapesBackend:
     def unseen(self) -> Iterator[None]:
         """Note nothing within."""
         self._within += 1
+        self._uncounted += 1
         try:
             yield
         finally:
             self._within -= 1
+            self._uncounted -= 1
+
+    @property
+    def in_kernel(self) -> bool:
+        """True while the work that is computed is one kernel's."""
+        return self._within > 0
 
     def made(self, shape: Any, dtype: Any, name: str) -> ShapeArray:
         """Return a new array, which a kernel writes from as many elements as it has."""

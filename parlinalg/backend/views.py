@@ -28,9 +28,16 @@ def matrix(block: Block) -> Block:
     return block.reshape((math.prod(block.shape[:-1]), block.shape[-1]))
 
 
-def contiguous_rows(block: np.ndarray) -> np.ndarray:
-    """Return a host block as the C-contiguous matrix of its rows."""
-    return matrix(np.ascontiguousarray(block))
+def contiguous(block: Block, dtype: Any = None) -> Block:
+    """Return a block whose elements lie in C order, of this dtype, if given; itself where it is so."""
+    if dtype is not None and block.dtype != dtype:
+        return block.astype(dtype, order="C")
+    return block if block.flags.c_contiguous else block.copy(order="C")
+
+
+def contiguous_rows(block: Block) -> Block:
+    """Return a block as the C-contiguous matrix of its rows."""
+    return matrix(contiguous(block))
 
 
 def follows(first: Block, second: Block) -> bool:

@@ -25,9 +25,8 @@ import numpy as np
 from mpi4py import MPI
 
 from parlinalg import tunables
-from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.halves import work_dtype
-from parlinalg.comm.base import DONE, Following, Handle
+from parlinalg.backend import backend_of
+from parlinalg.comm.base import DONE, Following, Handle, combine_terms
 from parlinalg.comm.watch import slot
 
 if TYPE_CHECKING:
@@ -76,22 +75,6 @@ class TwoPhase(Handle):
     @abstractmethod
     def _start_second(self, comm: MpiComm) -> Handle:
         """Start the second phase, on this communicator."""
-
-
-_COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
-_SLICE = 1 << 15  # elements added at a time, so that the sums stay in cache
-
-
-def combine_terms(terms: Any, out: Any, op: str) -> None:
-    """Reduce `terms[ranks, n]` over the ranks, in order, to `out[n]`; 16-bit floats in float32."""
-    step = _SLICE if backend_of(out).cpu else max(out.size, 1)
-    add, work = getattr(namespace(out), _COMBINE[op]), work_dtype(out.dtype)
-    for at in range(0, out.size, step):
-        part = slice(at, at + step)
-        total = terms[0, part].astype(work)
-        for term in terms[1:]:
-            add(total, term[part].astype(work, copy=False), out=total)
-        out[part] = total.astype(out.dtype, copy=False)
 
 
 class _Scattered(Following):

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.kernels import runs
 from parlinalg.comm.watch import enrol, library_site, slot
 from parlinalg.errors import CommError
 
@@ -100,6 +102,21 @@ def reduction_work(size: int, dtype: Any, *, scatter: bool = False) -> int:
     if not by_terms(dtype):
         return 0
     return size if scatter else size + size // 2
+
+
+_COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
+_SLICE = 1 << 15  # elements added at a time, so that the sums stay in cache
+
+
+def combine_terms(terms: Any, out: Any, op: str) -> None:
+    """Reduce `terms[ranks, n]` over the ranks, in order, to `out[n]`; 16-bit floats in float32."""
+    step = _SLICE if backend_of(out).cpu else max(out.size, 1)
+    add, work = getattr(namespace(out), _COMBINE[op]), work_dtype(out.dtype)
+    for part in runs(out.size, step, out):
+        total = terms[0, part].astype(work)
+        for term in terms[1:]:
+            add(total, term[part].astype(work, copy=False), out=total)
+        out[part] = total.astype(out.dtype, copy=False)
 
 
 Others = str | Callable[[int], Any] | None

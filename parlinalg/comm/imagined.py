@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend.shapes import ShapesBackend, values_needed
-from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, check_members
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, check_members, combine_terms
 from parlinalg.comm.ledger import Book
 from parlinalg.errors import CommError
 
@@ -220,7 +220,7 @@ class ImaginedComm(Comm):
         return self._post("all_gather", moved, sent, wait, send, recv, most=_most(recv, counts))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        terms = self._terms(recv.size, send.dtype)
+        terms = self._terms(recv, op)
         if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray):
             start = sum(counts[: self.rank])
             recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
@@ -230,19 +230,21 @@ class ImaginedComm(Comm):
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         words = self.all_reduce_words(buffer.size)
         own = buffer.size - words // 2
-        terms = self._terms(own, buffer.dtype)
-        part = [self.device.empty(own, buffer.dtype) for _ in terms]  # this rank's of the sum, before the all-gather
+        part = [self.device.empty(own, buffer.dtype)] if by_terms(buffer.dtype) else []  # of the sum, until gathered
+        terms = self._terms(part[0], op) if part else []
         if isinstance(buffer, np.ndarray):
             buffer[...] = self._summed(buffer, op)
         moved = words * buffer.itemsize
         return self._post("all_reduce", moved, moved, wait, buffer, *terms, *part)
 
-    def _terms(self, own: int, dtype: Any) -> list[Block]:
+    def _terms(self, out: Block, op: str) -> list[Block]:
         """Sum the terms of 16 bits that ranks exchange; return them, which are held until the operation is done."""
-        if not by_terms(dtype):
+        if not by_terms(out.dtype):
             return []
-        terms = self.device.empty((self.size, own), dtype)
-        self.device.kernel("combine_terms", terms.nbytes + own * terms.itemsize, terms.size, dtype)
+        terms = self.device.empty((self.size, out.size), out.dtype)
+        with self.device.one_kernel():
+            combine_terms(terms[:2], out.reshape(-1), op)  # the scratch of any number of them
+        self.device.kernel("combine_terms", terms.nbytes + out.nbytes, terms.size, out.dtype)
         return [terms]
 
     def _summed(self, values: np.ndarray, op: str) -> Any:

@@ -15,8 +15,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from parlinalg.comm.algorithms import combine_terms
-from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, combine_terms
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.split import starts
 from parlinalg.errors import CommError

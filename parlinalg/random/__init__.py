@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike
 from parlinalg.array import DistArray
 from parlinalg.backend import Backend
 from parlinalg.backend.kernels.dropout import Counted, draws_on_device, drop, index_terms
+from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.random.counter import RandomStream, Words, block_words, stream_key
@@ -247,8 +248,10 @@ def dropping(
         table, *where = index_terms(shape, indices, keep.start)
         counted = Counted(tuple(map(int, keep.key)), keep.limit, keep.bits, *where)
         return partial(drop, scale=scale, counted=counted), backend.from_host(table)
-    if not backend.values:
-        return partial(drop, scale=scale), backend.xp.full(tuple(map(len, indices)), True, np.bool_)
+    if isinstance(backend, ShapesBackend):  # values would be of no use, and their memory would not count
+        n = math.prod(map(len, indices))
+        backend.kernel("zeros", n, n, np.dtype(np.bool_))
+        return partial(drop, scale=scale), backend.staging(n, np.bool_).reshape(tuple(map(len, indices)))
     return partial(drop, scale=scale), backend.from_host(keep.part(shape, indices))
 
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from parlinalg.testing.agreement import FailedElsewhereError, agreed, once
 from parlinalg.testing.equality import assert_equal_to_serial
+from parlinalg.testing.memory import array_memory
 
-__all__ = ["FailedElsewhereError", "agreed", "assert_equal_to_serial", "once"]
+__all__ = ["FailedElsewhereError", "agreed", "array_memory", "assert_equal_to_serial", "once"]
 
 pytest_plugins = ["parlinalg.testing.plugin"]

@@ -14,6 +14,8 @@ from parlinalg.backend import Backend, backend_of, compiled, cuda, kernels
 from parlinalg.backend.cuda import DTYPES
 from parlinalg.backend.kernels import Kernel, examples, samples
 from parlinalg.backend.numpy import NumpyBackend
+from parlinalg.backend.shapes import ShapesBackend, WhatIf
+from parlinalg.testing.memory import array_memory
 
 pytestmark = pytest.mark.serial
 FOLDER = Path(kernels.__file__).parent
@@ -47,6 +49,36 @@ def test_every_kernel_is_tried_by_an_example(monkeypatch: pytest.MonkeyPatch) ->
     assert len(names) == len(set(names)) >= 30
     assert called == set(names)
     assert len({e.name for e in examples()}) == len(examples())
+
+
+ON_HOST = ("dropout", "sum of squares")
+"""Examples that make arrays of their own on the host, or ask for a value."""
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("call", [e for e in examples() if e.name not in ON_HOST], ids=lambda call: call.name)
+def test_scratch_is_that_of_imagined_blocks(call: Any, dtype: Any, full: bool) -> None:
+    """At the peak of a call, with tiles and temporaries, arrays without values take what NumPy's take."""
+    for rows, width in [(600, 160), *[(33, 16), (40_000, 8), (3, 70_000)] * full]:
+        arrays = {
+            name: a.astype(dtype) if a.dtype.kind == "f" else a
+            for name, a in samples(rows, width).items() if name in call.inputs
+        }  # fmt: skip
+        inputs = [arrays[name] for name in call.inputs]
+        call.call(*inputs)  # loops are compiled
+        with array_memory() as memory:
+            before = memory.held
+            found = call.call(*inputs)
+            held, peak = memory.held - before, memory.peak - before
+        device = ShapesBackend(what_if=WhatIf())
+        blocks = [device.from_host(a) for a in inputs]
+        before, device.peak = device.held, device.held
+        again = call.call(*blocks)
+        kept = again if isinstance(again, tuple) else (again,)
+        indices = sum(a.nbytes for a in (*inputs, *kept) if a.dtype.kind in "iu")  # have values, and do not count
+        assert device.held - before == pytest.approx(held, abs=512 + indices)
+        assert device.peak - before == pytest.approx(peak, rel=0.005, abs=512 + 8 * indices)
+        del found, again
 
 
 def test_every_module_of_the_folder_is_a_family_of_kernels() -> None:

@@ -27,6 +27,7 @@ from parlinalg.linalg.tiles import Deal
 from parlinalg.optim.preconditioned import newton_inverse_root
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
 from parlinalg.planning.trace import Attention, Gemm, Memory, Span, Start, Wait
+from parlinalg.testing.memory import ArrayMemory, array_memory
 from tests.models import KINDS, every_scheme, loss_of, make
 from tests.pipeline.running import pipeline
 from tests.training import sizes_for
@@ -268,17 +269,15 @@ def test_the_error_of_one_rank_ends_all():
 # ------------------------------------------------------------------ memory and traces
 
 
-def measured(step: Callable[[], None]) -> tuple[int, int]:
+def measured(memory: ArrayMemory, step: Callable[[], None]) -> tuple[int, int]:
     """Bytes of this rank's arrays of NumPy between two steps, and at the most within one."""
     for _ in range(2):
         step()
     gc.collect()
-    domain = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-    arrays = sum(t.size for t in tracemalloc.take_snapshot().filter_traces([domain]).traces)
-    everything = tracemalloc.get_traced_memory()[0]
-    tracemalloc.reset_peak()
+    held = memory.held
+    memory.reset_peak()
     step()
-    return arrays, tracemalloc.get_traced_memory()[1] - (everything - arrays)
+    return held, memory.peak
 
 
 SMALL = {
@@ -381,14 +380,12 @@ def test_buckets_in_flight(dtype, stage, most):
 
 def compare_memory(world: Any, make: Callable[[Any], Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare what the arrays of a training on a grid take with what they take on imagined ranks."""
-    monkeypatch.setenv("PARLINALG_SHARED", "0")  # what ranks have in common is not in tracemalloc's books
+    monkeypatch.setenv("PARLINALG_SHARED", "0")  # what ranks have in common is no array of NumPy's
     with pla.Grid({"data": world.size}, world, "numpy") as grid:
-        make(grid)()  # loops are compiled
-        tracemalloc.start()
-        try:
-            rest, peak = measured(make(grid))
-        finally:
-            tracemalloc.stop()
+        gc.collect()
+        with array_memory() as memory:
+            before = memory.held
+            rest, peak = (n - before for n in measured(memory, make(grid)))
     with pla.imagine(world.size, world.rank, node=world.local_size, what_if=pla.WhatIf()) as found:
         step = make(pla.Grid({"data": world.size}))
         for _ in range(2):
@@ -399,6 +396,103 @@ def compare_memory(world: Any, make: Callable[[Any], Callable[[], None]], monkey
         step()
     assert held == pytest.approx(rest, rel=0.03)
     assert found.peak_memory == pytest.approx(peak, rel=0.03)
+
+
+def small_training(seed: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]:
+    """A configuration, the sizes of a GPT whose step takes 1 to 10 MB, and an optimizer, by a random seed."""
+    rng = random.Random(seed)
+    config: dict[str, Any] = {"batch_size": 2 * ranks}
+    shape = [2, ranks // 2]
+    modes: list[dict[str, Any]] = [
+        {"mode": "1d"}, {"mode": "1d", "sequence_parallel": True}, {"mode": "2d", "shape": shape},
+        {"mode": "2.5d", "shape": [*shape, 1], "depth_on": rng.choice(["batch", "k"])},
+        {"mode": "3d", "shape": [*shape, 1]},
+    ]  # fmt: skip
+    way = rng.choice(["data", "data", "tensor", "mixed", "sequence", "pipeline", "pipeline"])
+    layers = rng.choice([2, 3])
+    if way == "data":
+        config |= {"parallel": {"data": ranks}, "zero": rng.randrange(4)}
+    elif way == "tensor":
+        config |= {"parallel": {"tensor": {"size": ranks, **rng.choice(modes)}}}
+    elif way == "mixed":
+        config |= {"parallel": {"data": ranks // 2, "tensor": {"size": 2, "mode": "1d"}}, "zero": rng.randrange(3)}
+    elif way == "sequence":
+        config |= {"parallel": {"sequence": {"size": ranks}}}
+    else:
+        stages = rng.choice([2, ranks])
+        name = rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+        config |= {"parallel": {"pipeline": stages, "data": ranks // stages}, "batch_size": 2 * ranks}
+        config["schedule"] = {"name": name, "microbatches": 2 * stages, **({"chunks": 2} if name[0] == "i" else {})}
+        layers = stages * (2 if name in ("interleaved", "zb-v") else 1)
+    if (precision := rng.choice([None, None, "fp16", "bf16"])) is not None:
+        config["precision"] = precision
+    names = ["adamw", "sgd", "lars", "lamb", "muon", *["grid", "shampoo", "soap"] * (config.get("zero") != 3)]
+    name = rng.choice(names)
+    if name == "grid":
+        make: Callable[..., Any] = partial(optim.Muon, execution="grid")
+    elif name in ("shampoo", "soap"):
+        make = partial(optim.discover()[name], precondition_frequency=1)
+    else:
+        make = partial(optim.discover()[name], lr=1e-4)
+    sizes = {
+        "vocab_size": rng.choice([96, 1536]), "max_position_embeddings": ranks * rng.choice([3, 16]),
+        "hidden_size": ranks * rng.choice([12, 24, 36]), "num_hidden_layers": layers, "num_attention_heads": 2 * ranks,
+        "recompute": rng.choice([None, None, "block", "attention"]), "attn_pdrop": rng.choice([0, 0, 0.1]), "seed": 1,
+    }  # fmt: skip
+    return config, sizes, make
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.ranks(4, full=(6,))
+def test_memory_of_small_models_is_what_numpy_takes(world, full, monkeypatch):
+    """Random configurations: most of what they take comes and goes, and a good part is the scratch of kernels."""
+    monkeypatch.setenv("PARLINALG_SHARED", "0")
+    for seed in range(40) if full else (1, 5):
+        config, sizes, make = small_training(seed, world.size)
+
+        def stepper(comm: Any, backend: str, config=config, sizes=sizes, make=make) -> tuple[Any, Callable[[], None]]:
+            mesh = pla.launch(config, comm, backend)
+            model = nn.GPT(**sizes, scheme=mesh.scheme, grid=mesh.grid, dtype=mesh.config.model_dtype)
+            engine, *_ = pla.initialize(model, make, criterion=ops.cross_entropy_sum, mesh=mesh)
+            shape = config["batch_size"], sizes["max_position_embeddings"]
+            ids, targets = np.random.default_rng(0).integers(0, sizes["vocab_size"], (2, *shape))
+
+            def step() -> None:
+                engine.zero_grad()
+                if "schedule" in config:
+                    engine.execute_schedule(iter([(ids, targets)]), return_output_label=False)
+                else:
+                    x, y = (pla.distribute(a, mesh.grid, model.ids_layout) for a in (ids, targets))
+                    engine.backward(engine.criterion(engine(x), y))
+                engine.step()
+
+            return mesh, step
+
+        mesh, step = stepper(world, "numpy")
+        step()  # loops are compiled
+        mesh.close()
+        del mesh, step
+        gc.collect()
+        with array_memory() as memory:
+            before = memory.held
+            mesh, step = stepper(world, "numpy")
+            rest, peak = (n - before for n in measured(memory, step))
+            mesh.close()
+        del mesh, step
+
+        def program(found: Any, stepper=stepper) -> tuple[int, int]:
+            _, step = stepper(found.comm, "auto")
+            for _ in range(2):
+                step()
+            held = sum(found.memory.values())
+            found.reset_peak()
+            step()
+            return held, found.peak_memory
+
+        every = pla.imagine_together(program, world.size, node=world.local_size, what_if=pla.WhatIf())
+        held, most = every[world.rank]
+        assert held == pytest.approx(rest, rel=0.03), (seed, config, sizes, make)
+        assert most == pytest.approx(peak, rel=0.03), (seed, config, sizes, make)
 
 
 @pytest.mark.serial

@@ -119,3 +119,21 @@ def test_asking_for_the_plugin_starts_no_mpi_on_one_rank(tmp_path: Path) -> None
     )
     done = run(tmp_path, 0, *WITHOUT)
     assert "3 passed" in done.stdout, done.stdout
+
+
+KEPT = """
+import sys
+import numpy as np
+from parlinalg.testing import array_memory
+
+with array_memory() as memory:
+    np.kept, sys.kept = np.ones(100_000), np.ones(100)
+    before = memory.held
+    del np.kept
+    assert before - memory.held == 800_000
+"""
+
+
+def test_arrays_that_outlive_their_count_are_freed_at_the_end() -> None:
+    """Then no function of Python's can be called, which frees them before."""
+    assert launch(0, ["-c", KEPT], timeout=50).returncode == 0

@@ -84,13 +84,20 @@ class Kernel(Generic[P, R]):
             return self._shapes(device, *args, **named)
         if device.cuda and (self._cuda is None or not cuda.ready(*args[: self.alike])):
             return self.plain(*args, **named)
-        with device.one_kernel():
-            found = self.plain(*args, **named)
+        found = self.imitate(device, *args, **named)
         results = found if isinstance(found, tuple) else (found,)
         blocks: list[Any] = [b for b in (*args, *results) if hasattr(b, "nbytes")]
         largest = max((b.size for b in blocks), default=0)
         device.kernel(self.name, sum(b.nbytes for b in blocks), largest, blocks[0].dtype)
         return found
+
+    def imitate(self, device: ShapesBackend, *args: P.args, **named: P.kwargs) -> R:
+        """Return the result's shapes, and note no work; on a CPU the scratch of the form that it takes counts."""
+        with device.one_kernel():
+            found: Any = NotImplemented
+            if device.cpu and self._compiled is not None and compiled.ready(*args[: self.alike], kind=ShapeArray):
+                found = self._compiled(*args, **named)
+            return self.plain(*args, **named) if found is NotImplemented else found
 
     def compiled(self, form: Callable[P, Any]) -> None:
         """Register the form that calls a compiled loop."""
@@ -181,13 +188,21 @@ ROWS_TILE = 1 << 16
 def in_tiles(like: Block) -> bool:
     """Return True if kernels go over blocks like this one in tiles: on a CPU, unless there is nothing to compute."""
     backend = backend_of(like)
-    return backend.cpu and backend.values
+    return backend.cpu and (not isinstance(backend, ShapesBackend) or backend.in_kernel)
+
+
+def runs(n: int, step: int, like: Block) -> list[slice]:
+    """Return runs of `step` that cover n units of blocks like this one.
+
+    Of blocks without values the first two in a kernel: the others would need the same scratch.
+    """
+    values = backend_of(like).values
+    return [slice(at, min(n, at + step)) for at in range(0, n if values else min(n, 2 * step), step)]
 
 
 def spans(n: int, like: Block, unit: int = 1, size: int = TILE) -> list[slice]:
     """Return runs that cover n units of so many elements of a block, on a CPU each of about `size` elements."""
-    step = max(1, size // max(1, unit)) if in_tiles(like) else max(1, n)
-    return [slice(at, min(n, at + step)) for at in range(0, n, step)]
+    return runs(n, max(1, size // max(1, unit)) if in_tiles(like) else max(1, n), like)
 
 
 def row_runs(rows: Block) -> list[slice]:
@@ -212,8 +227,8 @@ def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch:
     size = min(n, TILE) if in_tiles(first) else n
     cast = work != first.dtype
     room = [xp.empty(size, work) for _ in range(scratch + results * cast)]
-    for at in range(0, n, max(1, size)):
-        part, length = slice(at, at + size), min(size, n - at)
+    for part in runs(n, max(1, size), first):
+        length = part.stop - part.start
         spare = room if length == size else [r[:length] for r in room]
         into = spare[scratch:] if cast else [t[part] for t in targets]
         given = [a[part] if a.dtype == work else a[part].astype(work) for a in arrays]

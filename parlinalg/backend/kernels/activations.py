@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from parlinalg.backend import cuda, namespace
 from parlinalg.backend.compiled import elementwise, exp, inlined, loop
 from parlinalg.backend.halves import work_dtype
@@ -346,7 +344,7 @@ def _(x: Block, approximate: bool) -> Block:
 
 @gelu_and_slope.compiled
 def _(x: Block, approximate: bool) -> tuple[Block, Block]:
-    y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    y, slope = (namespace(x).empty(x.shape, x.dtype) for _ in range(2))
     (_gelu_tanh_slope_loop if approximate else _gelu_erf_slope_loop)(flat(x), y.reshape(-1), slope.reshape(-1))
     return y, slope
 

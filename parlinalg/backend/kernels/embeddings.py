@@ -12,7 +12,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.halves import work_dtype
-from parlinalg.backend.kernels import TILE, example, kernel
+from parlinalg.backend.kernels import TILE, example, kernel, runs
 
 Block = Any
 
@@ -108,14 +108,15 @@ def rotate(x: Block, cos: Block, sin: Block, parts: int, back: bool = False) -> 
     other[...] = 0
     turned[...] = 0
     one, two = (slice(None, parts), slice(None, pairs)), (slice(None, parts), slice(pairs, 2 * pairs))
-    for at in range(0, n, max(1, step)):
-        m = min(step, n - at)
+    for part in runs(n, max(1, step), x):
+        m = part.stop - part.start
         c, s, t = same[:m], other[:m], turned[:m]
         for half, sign in ((one, -1), (two, 1)):
-            c[:, :, *half] = cos[at : at + m, None, None]
-            s[:, :, *half] = sign * sin[at : at + m, None, None]
-        for b in range(batch) if cpu else (slice(None),):
-            y, z = x[b, at : at + m], out[b, at : at + m]
+            c[:, :, *half] = cos[part, None, None]
+            s[:, :, *half] = sign * sin[part, None, None]
+        for item in runs(batch, 1 if cpu else max(1, batch), x):
+            b = item.start if cpu else item
+            y, z = x[b, part], out[b, part]
             if y.dtype != cos.dtype:
                 y = y.astype(cos.dtype)
             if not cpu:

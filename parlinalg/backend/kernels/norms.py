@@ -16,7 +16,7 @@ from parlinalg.backend.compiled import loop
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel, row_runs
 from parlinalg.backend.kernels.rows import row_sums
-from parlinalg.backend.views import contiguous_rows, matrix
+from parlinalg.backend.views import contiguous, contiguous_rows, matrix
 
 Block = Any
 Total = Callable[[Block], Block]
@@ -43,8 +43,8 @@ def norm(
     y = xp.empty(rows.shape, x.dtype)
     parts = row_runs(rows)
     spare = None if work == x.dtype else _room(xp, parts, rows, work)
-    gain = _repeated(xp, weight, parts, work)
-    shift = None if bias is None else _repeated(xp, bias, parts, work)
+    gain = _repeated(xp, weight, rows, parts, work)
+    shift = None if bias is None else _repeated(xp, bias, rows, parts, work)
     share = xp.full(rows.shape[1], 1 / max(1, n), work)
     mean: Block = xp.empty(rows.shape[0], work) if centred else None
     scale = xp.empty(rows.shape[0], work)
@@ -93,7 +93,7 @@ def norm_grad(
     parts = row_runs(rows)
     c, t = _room(xp, parts, rows, work), _room(xp, parts, rows, work)
     weight = weight.astype(work, copy=False)
-    gain = _repeated(xp, weight, parts, work)
+    gain = _repeated(xp, weight, rows, parts, work)
     centred = at.mean is not None
     sums = xp.zeros((2, count), work)
 
@@ -134,12 +134,11 @@ def _room(xp: Any, parts: Sequence[slice], rows: Block, work: Any) -> Block:
     return xp.empty((parts[0].stop if parts else 0, rows.shape[1]), work)
 
 
-def _repeated(xp: Any, vector: Block, parts: Sequence[slice], work: Any) -> Block:
+def _repeated(xp: Any, vector: Block, rows: Block, parts: Sequence[slice], work: Any) -> Block:
     """Return a vector for every row of a part: NumPy is twice as fast on blocks of one shape as row by row."""
-    wide = vector.astype(work, copy=False)[None]
-    if backend_of(vector).cpu and len(parts) > 2:
-        return xp.broadcast_to(wide, (parts[0].stop, vector.size)).copy()
-    return xp.broadcast_to(wide, (parts[0].stop if parts else 0, vector.size))
+    wide, most = vector.astype(work, copy=False)[None], parts[0].stop if parts else 0
+    repeated: Block = xp.broadcast_to(wide, (most, vector.size))
+    return repeated.copy() if backend_of(vector).cpu and len(rows) > 2 * most else repeated
 
 
 def _staged(
@@ -235,15 +234,15 @@ def _norm_grad_loop(x: Any, g: Any, mean: Any, scale: Any, weight: Any, sums: An
 def _(
     x: Block, weight: Block, bias: Block, n: int, eps: float, *, centred: bool, total: Total | None
 ) -> tuple[Block, Moments]:
-    rows, dtype = contiguous_rows(x), x.dtype
-    y, scale = np.empty(rows.shape, dtype), np.empty(len(rows), dtype)
-    none = np.empty(0, dtype)
-    mean = np.empty(len(rows), dtype) if centred else none
-    gain, shift = np.ascontiguousarray(weight, dtype), none if bias is None else np.ascontiguousarray(bias, dtype)
+    xp, rows, dtype = namespace(x), contiguous_rows(x), x.dtype
+    y, scale = xp.empty(rows.shape, dtype), xp.empty(len(rows), dtype)
+    none = xp.empty(0, dtype)
+    mean = xp.empty(len(rows), dtype) if centred else none
+    gain, shift = contiguous(weight, dtype), none if bias is None else contiguous(bias, dtype)
     count = dtype.type(max(1, n))
 
     def finish(part: slice) -> None:
-        scale[part] = 1 / np.sqrt(scale[part] / count + dtype.type(eps))
+        scale[part] = 1 / xp.sqrt(scale[part] / count + dtype.type(eps))
         _norm_loop(rows[part], mean[part], scale[part], gain, shift, y[part])
 
     means = (lambda part: _row_means_loop(rows[part], count, mean[part]), mean)
@@ -254,12 +253,12 @@ def _(
 
 @norm_grad.compiled
 def _(x: Block, g: Block, weight: Block, at: Moments, n: int, *, total: Total | None) -> tuple[Block, Block, Block]:
-    rows, grads, dtype = contiguous_rows(x), contiguous_rows(g), x.dtype
-    dx, sums = np.empty(rows.shape, dtype), np.empty((2, len(rows)), dtype)
-    dw, db = (np.zeros(rows.shape[1], dtype) for _ in range(2))
-    dw_part, db_part = (np.empty(rows.shape[1], dtype) for _ in range(2))
-    mean = np.empty(0, dtype) if at.mean is None else at.mean
-    gain, count = np.ascontiguousarray(weight, dtype), dtype.type(max(1, n))
+    xp, rows, grads, dtype = namespace(x), contiguous_rows(x), contiguous_rows(g), x.dtype
+    dx, sums = xp.empty(rows.shape, dtype), xp.empty((2, len(rows)), dtype)
+    dw, db = (xp.zeros(rows.shape[1], dtype) for _ in range(2))
+    dw_part, db_part = (xp.empty(rows.shape[1], dtype) for _ in range(2))
+    mean = xp.empty(0, dtype) if at.mean is None else at.mean
+    gain, count = contiguous(weight, dtype), dtype.type(max(1, n))
 
     def terms(part: slice) -> None:
         nonlocal dw, db

@@ -20,7 +20,7 @@ from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.compiled import loop
 from parlinalg.backend.halves import work_dtype
-from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.kernels import example, in_tiles, kernel, runs
 
 Array = Any
 CAST = 1 << 24
@@ -253,9 +253,8 @@ def square_sum(x: Array) -> Array:
     """Return the sum of squares of a flat array, in float64, as an array without dims on its device."""
     xp = namespace(x)
     total = xp.zeros((), np.float64)
-    size = _tile(x)
-    for at in range(0, x.size, size):
-        part = read(x[at : at + size], work_dtype(x.dtype))
+    for at in runs(x.size, _tile(x), x):
+        part = read(x[at], work_dtype(x.dtype))
         total += xp.dot(part, part)
     return total
 
@@ -264,8 +263,7 @@ def square_sum(x: Array) -> Array:
 def all_finite(x: Array) -> bool:
     """Return True if no element of a flat array is infinite or NaN."""
     xp = namespace(x)
-    size = _tile(x)
-    return all(bool(xp.isfinite(x[at : at + size]).all()) for at in range(0, x.size, size))
+    return all(bool(xp.isfinite(x[at]).all()) for at in runs(x.size, _tile(x), x))
 
 
 @kernel()
@@ -275,9 +273,9 @@ def scale(x: Array, factor: float) -> None:
 
 
 def _tile(like: Array) -> int:
-    if not backend_of(like).values:
-        return max(1, like.size)
-    return tunables.OPTIMIZER_TILE if backend_of(like).cpu else tunables.OPTIMIZER_DEVICE_TILE
+    if in_tiles(like):
+        return tunables.OPTIMIZER_TILE
+    return tunables.OPTIMIZER_DEVICE_TILE if backend_of(like).values else max(1, like.size)
 
 
 def scaled(x: Array, factor: float, out: Array) -> Array:
@@ -311,9 +309,8 @@ def tiles(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
     xp = namespace(p)
     size = min(p.size, _tile(p))
     spare = [xp.empty(size, work_dtype(p.dtype)) for _ in range(scratch)]
-    for at in range(0, p.size, max(1, size)):
-        n = min(size, p.size - at)
-        yield slice(at, at + n), [s[:n] for s in spare]
+    for part in runs(p.size, max(1, size), p):
+        yield part, [s[: part.stop - part.start] for s in spare]
 
 
 def _tried(step: Callable[..., Any], moments: int) -> Callable[..., tuple[Array, ...]]:

@@ -11,7 +11,7 @@ from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.compiled import exp, loop
 from parlinalg.backend.halves import work_dtype
-from parlinalg.backend.kernels import example, kernel, spans
+from parlinalg.backend.kernels import example, in_tiles, kernel, runs, spans
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.backend.views import contiguous_rows, flat, matrix
 
@@ -60,7 +60,7 @@ def _row_exp_sum_loop(z: Any, top: Any, out: Any) -> None:
 def _(z: Block, m: Block) -> Block:
     if m.dtype != z.dtype:
         return NotImplemented
-    out = np.empty(m.shape, m.dtype)
+    out = namespace(z).empty(m.shape, m.dtype)
     _row_exp_sum_loop(contiguous_rows(z), flat(m), out.reshape(-1))
     return out
 
@@ -86,7 +86,13 @@ def _(z: Block, m: Block) -> Block:
 @kernel()
 def running_sum(x: Block) -> Block:
     """Return the running sums of every row, added one by one from its first element; in x's dtype."""
-    return namespace(x).cumsum(x, axis=-1, dtype=work_dtype(x.dtype)).astype(x.dtype, copy=False)
+    xp, work = namespace(x), work_dtype(x.dtype)
+    if work == x.dtype or not in_tiles(x):
+        return xp.cumsum(x, axis=-1, dtype=work).astype(x.dtype, copy=False)
+    out, rows = xp.empty(x.shape, x.dtype), matrix(x)
+    for part in spans(len(rows), x, rows.shape[1]):
+        matrix(out)[part] = xp.cumsum(rows[part].astype(work), axis=-1)
+    return out
 
 
 @loop()
@@ -101,7 +107,7 @@ def _running_sum_loop(x: Any, out: Any) -> None:
 
 @running_sum.compiled
 def _(x: Block) -> Block:
-    out = np.empty(x.shape, x.dtype)
+    out = namespace(x).empty(x.shape, x.dtype)
     _running_sum_loop(contiguous_rows(x), matrix(out))
     return out
 
@@ -134,10 +140,10 @@ def _row_exp_loop(z: Any, top: Any, factor: Any, out: Any) -> None:
 
 @row_exp.compiled
 def _(z: Block, m: Block, scale: Block | None = None) -> Block:
-    factors = np.ones_like(m) if scale is None else scale
+    factors = namespace(z).ones_like(m) if scale is None else scale
     if not m.dtype == factors.dtype == z.dtype:
         return NotImplemented
-    out = np.empty(z.shape, z.dtype)
+    out = namespace(z).empty(z.shape, z.dtype)
     _row_exp_loop(contiguous_rows(z), flat(m), flat(factors), matrix(out))
     return out
 
@@ -180,8 +186,8 @@ def row_sums(block: Block) -> Block:
         return rows.sum(axis=0, dtype=work)
     xp = namespace(rows)
     out, ones = xp.zeros(rows.shape[1], work), xp.ones(RUN, work)
-    for at in range(0, len(rows), RUN):  # sums of sums: thousands of terms one by one would lose digits
-        part = rows[at : at + RUN].astype(work, copy=False)
+    for at in runs(len(rows), RUN, rows):  # sums of sums: thousands of terms one by one would lose digits
+        part = rows[at].astype(work, copy=False)
         out += ones[: len(part)] @ part
     return out
 
@@ -211,7 +217,7 @@ def _(block: Block) -> Block:
 @row_sums.shapes
 def _(device: ShapesBackend, block: Block) -> Block:
     rows, work = matrix(block), work_dtype(block.dtype)
-    out = device.empty(rows.shape[1], work)
+    out = row_sums.imitate(device, block) if device.cpu else device.empty(rows.shape[1], work)
     device.kernel(row_sums.name, block.nbytes + out.nbytes, block.size, block.dtype)
     return out
 

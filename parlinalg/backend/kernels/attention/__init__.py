@@ -33,7 +33,7 @@ from parlinalg.backend.compiled import exp, loop, ready
 from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
-from parlinalg.backend.shapes import ShapesBackend
+from parlinalg.backend.shapes import ShapeArray, ShapesBackend, has_values
 from parlinalg.backend.views import contiguous_rows, flat
 
 Block = Any
@@ -149,8 +149,20 @@ class _Task:
             rows = rows // size * size if rows >= size else -(-size // -(-size // rows))
         self.rows = visible.rows(self.queries, rows)
         self.step = rows
-        self.loops = ready(q)
+        self.loops = ready(q) or ready(q, kind=ShapeArray)
+        self.several, self.sampled = len(self.rows) > 1, False
         self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
+
+    def sample(self) -> None:
+        """Compute only the block of queries with the most keys and the one before it, of arrays without values.
+
+        The others take as much room, or less: it grows from block to block.
+        """
+        for b, h in self.units():
+            keys = [sum(stop - at for at, stop in self.spans(b, h, rows)) for rows in self.rows]
+            most = keys.index(max(keys))
+            self.rows, self.sampled = self.rows[max(0, most - 1) : most + 1], True
+            break
 
     def units(self) -> Iterator[tuple[slice, slice]]:
         """Yield slices of the batch and of the heads that are computed together."""
@@ -163,6 +175,8 @@ class _Task:
         for b in row_spans(self.batch, items):
             for h in row_spans(self.heads, heads):
                 yield b, h
+                if self.sampled:
+                    return
 
     def places(self) -> int:
         """Return how many scores all blocks have together."""
@@ -176,7 +190,7 @@ class _Task:
 
         Not asked for a few queries, as in generation: the norms of the keys would cost more than their scores.
         """
-        if not self.cpu or q.dtype != self.work or not ks.size or self.queries * self.group < 16:
+        if not self.cpu or q.dtype != self.work or not ks.size or self.queries * self.group < 16 or self.sampled:
             return False
         most = self.xp.einsum("bnhge,bnhge->bnhg", q, q).max() * self.xp.einsum("bhne,bhne->bhn", ks, ks).max()
         return bool(most * self.scale**2 <= CALM**2)
@@ -187,7 +201,7 @@ class _Task:
         It is contiguous if it is used often.
         """
         b, n, h, e = part.shape
-        if len(self.rows) == 1 and part.dtype == self.work and part.strides[-1] == part.itemsize:
+        if not self.several and part.dtype == self.work and part.strides[-1] == part.itemsize:
             return part.transpose(0, 2, 1, 3)
         out = self.room.get(name, b, h, n, e)
         out[...] = part.transpose(0, 2, 1, 3)
@@ -242,7 +256,7 @@ class _Task:
             key += h.start, h.stop
         if key not in self._spans:
             self._spans[key] = self.visible.spans(b, h, rows, self.keys, self.limits.keys)
-        return self._spans[key]
+        return self._spans[key][:2] if self.sampled else self._spans[key]
 
     def sums(self, s: Block) -> Block:
         """Return the sums of the rows of s, as columns."""
@@ -347,6 +361,8 @@ def forward(
     xp, work = task.xp, task.work
     if keep:
         task.kept = xp.empty(task.places(), work)
+    if not has_values(q):
+        task.sample()
     out = xp.empty(q.shape, work if wide else q.dtype)
     lse = xp.empty((task.batch, task.heads, task.group, task.queries), work)
     least, tiny = xp.finfo(work).min, xp.finfo(work).tiny
@@ -421,6 +437,8 @@ def backward(
     task = _Task(q, k, visible, scale, limits, kept)
     xp, work = task.xp, task.work
     dq, dk, dv = into
+    if not has_values(q):
+        task.sample()
     if not (task.queries and task.group) and not add[1]:
         dk[...] = 0
         dv[...] = 0
@@ -653,9 +671,13 @@ def _(
         task = _Task(q, k, visible, scale, limits)
         task.ones = None
         fused = _fused_band((q, k, v), visible, dropped, limits, keep) is not None
-    kept = device.empty((task.places(),), task.work) if keep else None
-    out = device.empty(q.shape, task.work if wide else q.dtype)
-    lse = device.empty((task.batch, task.heads, task.group, task.queries), task.work)
+    if device.cpu:
+        with counting():
+            out, lse, kept = forward.imitate(device, q, k, v, visible, scale, dropped, limits, keep, wide)
+    else:
+        kept = device.empty((task.places(),), task.work) if keep else None
+        out = device.empty(q.shape, task.work if wide else q.dtype)
+        lse = device.empty((task.batch, task.heads, task.group, task.queries), task.work)
     if poll is not None:
         poll()
     _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept), q.dtype, keep, fused)
@@ -673,6 +695,9 @@ def _(
         task = _Task(q, k, visible, scale, limits)
         task.ones = None
         fused = _fused_band((q, k, v, dout, out), visible, dropped, limits, kept is not None) is not None
+    if device.cpu:
+        with counting():
+            backward.imitate(device, dout, q, k, v, out, lse, visible, scale, into, dropped, limits, kept, add)
     if poll is not None:
         poll()
     blocks = dout, q, k, v, out, lse, kept, *into

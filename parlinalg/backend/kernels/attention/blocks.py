@@ -8,16 +8,19 @@ same results but for rounding (and for overflow in q k: here it is scaled after)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend import namespace
 from parlinalg.backend.blas import gemm_address
 from parlinalg.backend.compiled import ready
 from parlinalg.backend.kernels.attention import HOST, Dropped, Limits, Poll, count
 from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
+from parlinalg.backend.shapes import ShapeArray, has_values
+from parlinalg.backend.views import contiguous
 
 Block = Any
 Lines = tuple[np.ndarray, int, int, int, int]
@@ -51,13 +54,11 @@ class Blocks:
         self, gemm: int, table: np.ndarray, q: Block, k: Block, v: Block, scale: float, limits: Limits
     ) -> None:  # fmt: skip
         self.gemm, self.table, self.limits = gemm, table, limits
-        from parlinalg.backend.kernels.attention import loops
-
-        self.loops = loops
         self.q, self.k = q, k
         self.inputs = [_lines(x) for x in (q, k, v)]
         self.scale = q.dtype.type(scale)
         self.nothing = _frozen(np.empty((0, 0, 0, 0), q.dtype))
+        self.values = has_values(q)
 
     @staticmethod
     def of(
@@ -66,7 +67,7 @@ class Blocks:
     ) -> Blocks | None:  # fmt: skip
         """Return the blocks of this attention, its gradients written to `into`; None if the loops cannot compute it."""
         if (
-            not ready(q, k, v)
+            not (ready(q, k, v) or ready(q, k, v, kind=ShapeArray))
             or not (q.size and k.size)
             or q.shape[1] < _FEW
             or not visible.by_places
@@ -84,10 +85,11 @@ class Blocks:
         """Return the result, and the logarithms of the sums of exp(scores): as `attention.forward` returns them."""
         q = self.q
         batch, queries, heads, group, _ = q.shape
-        out = np.empty(q.shape, q.dtype)
-        lse, total = (np.empty((batch, heads, group, queries), q.dtype) for _ in range(2))
+        xp = namespace(q)
+        out = xp.empty(q.shape, q.dtype)
+        lse, total = (xp.empty((batch, heads, group, queries), q.dtype) for _ in range(2))
         for call in self._calls(dropped, poll):
-            self.loops.forward(*self._task(call), _lines(out, True), lse, total)
+            self._compute("forward", call, _lines(out, True), lse, total)
         count(forward=self._pairs())
         return out, lse
 
@@ -96,19 +98,24 @@ class Blocks:
         add: tuple[bool, bool], poll: Poll | None,
     ) -> None:  # fmt: skip
         """Write the gradients, as `attention.backward` does."""
-        known = self._read(out), _frozen(np.ascontiguousarray(lse)), self._read(dout)
+        known = self._read(out), _frozen(contiguous(lse)), self._read(dout)
         rest = (*(_lines(x, True) for x in into), self.k.shape[1], add[0])
         for call in self._calls(dropped, poll):
-            self.loops.backward(*self._task(call), *known, *rest, add[1] or not call.fresh)
+            self._compute("backward", call, *known, *rest, add[1] or not call.fresh)
         count(backward=self._pairs())
 
-    def _read(self, x: np.ndarray) -> Lines:
-        """Return an array that is only read, as the loops take it."""
-        return _lines(x if x.dtype == self.q.dtype and _plain(x) else np.ascontiguousarray(x, self.q.dtype))
+    def _compute(self, name: str, call: Call, *rest: Any) -> None:
+        """Call the loop of a pass, unless blocks have no values."""
+        if self.values:
+            from parlinalg.backend.kernels.attention import loops
 
-    def _task(self, call: Call) -> tuple[Any, ...]:
-        """Return the arguments of a call that both passes have."""
-        return self.gemm, call.blocks, call.items, *self.q.shape[3:], *self.inputs, self.scale, call.factor
+            getattr(loops, name)(
+                self.gemm, call.blocks, call.items, *self.q.shape[3:], *self.inputs, self.scale, call.factor, *rest
+            )
+
+    def _read(self, x: Block) -> Lines:
+        """Return an array that is only read, as the loops take it."""
+        return _lines(x if x.dtype == self.q.dtype and _plain(x) else contiguous(x, self.q.dtype))
 
     def _sizes(self) -> np.ndarray:
         """Return the scores of each block."""
@@ -123,7 +130,7 @@ class Blocks:
         """Yield the calls for all blocks of all heads: one, or several with a poll between them."""
         batch, _, heads, group, _ = self.q.shape
         if dropped is not None:
-            yield from self._thinned(dropped, poll)
+            yield from islice(self._thinned(dropped, poll), None if self.values else 2)
         elif poll is None:
             yield Call((0, batch * heads), self.table, self.nothing, True)
         else:
@@ -149,29 +156,29 @@ class Blocks:
                         poll()
                     factor = dropped(slice(b, b + 1), h, slice(row, row_stop), slice(key, key_stop))[0]
                     items = b * heads + h.start, b * heads + h.stop
-                    factor = _frozen(np.ascontiguousarray(factor, self.q.dtype))
+                    factor = _frozen(contiguous(factor, self.q.dtype))
                     yield Call(items, self.table[i : i + 1], factor, not i)
 
 
-def _frozen(x: np.ndarray) -> np.ndarray:
+def _frozen(x: Block) -> Block:
     """Return a view that cannot be written, so that loops are compiled for one kind of array."""
     view = x.view()
     view.flags.writeable = False
     return view
 
 
-def _lines(x: np.ndarray, written: bool = False) -> Lines:
+def _lines(x: Block, written: bool = False) -> Lines:
     """Return an array's values as they lie, and the steps from one item, token, head and query of a head to the next.
 
     Values can be written or not by what is done to them, as with `_frozen`.
     """
     steps = [step // x.itemsize for step in x.strides[:-1]]
     length = 1 + sum((size - 1) * step // x.itemsize for size, step in zip(x.shape, x.strides, strict=True))
-    values = np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), writeable=written)
+    values = np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), writeable=written) if has_values(x) else x
     return values, steps[0], steps[1], steps[2], steps[3] if x.ndim == 5 else 0
 
 
-def _plain(x: np.ndarray) -> bool:
+def _plain(x: Block) -> bool:
     """Return True if BLAS can be told where an array's rows lie: they are its last dim, along its second."""
     item = x.itemsize
     apart, across = x.strides[1], x.strides[-1]
