@@ -682,7 +682,7 @@ def test_a_given_axis_of_experts_is_planned():
     assert made.best[0].config.model.options["expert_axis"] == "t"
 
 
-LLAMA = {
+LLAMA_70B = {
     "model": {
         "name": "llama", "vocab_size": 32000, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 28672,
@@ -692,7 +692,7 @@ LLAMA = {
 
 
 def _guesses(ranks: int, machine: str, **more: Any) -> tuple[Guesses, dict[MeshShape, Guess]]:
-    config, found = {**LLAMA, "parallel": {"sequence": 1}, **more}, load_machine(machine)
+    config, found = {**LLAMA_70B, "parallel": {"sequence": 1}, **more}, load_machine(machine)
     model = TracedModel(load(config), ranks, found, 1024)
     space = Space(load(config), config, ranks, model.batch, model.depth, ["", "bfloat16"])
     guess = Guesses(model, space)
@@ -716,7 +716,7 @@ def test_guesses_know_that_stages_with_fewer_layers_wait():
 
 def test_guesses_cut_weights_by_zero_where_nothing_else_fits():
     """7 billion parameters fit on 64 ranks of data parallelism with ZeRO 3, without recomputation."""
-    model = {**LLAMA["model"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}  # type: ignore[dict-item]
+    model = {**LLAMA_70B["model"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}  # type: ignore[dict-item]
     model |= {"num_key_value_heads": 32, "intermediate_size": 11008}
     _, found = _guesses(64, "a100", model=model)
     alone = next(g for m, g in found.items() if m.data == 64)
