@@ -691,6 +691,17 @@ LLAMA_70B = {
 }  # fmt: skip
 
 
+def test_activations_larger_than_this_machine_are_planned():
+    """What is offloaded of them is counted without memory for it: 256 GiB for an array."""
+    model = {**LLAMA_70B["model"], "num_hidden_layers": 2}  # type: ignore[dict-item]
+    parallel = {"data": 1, "pipeline": 1, "sequence": 1, "tensor": {"size": 2, "mode": "1d"}}
+    given = {**LLAMA_70B, "model": model, "parallel": parallel, "zero": 0, "gradient_accumulation": 1}
+    made = pla.plan_training(
+        {**given, "precision": "bfloat16", "batch_size": 1 << 12}, ranks=2, machine="h100", memory="1024TiB", best=1
+    )
+    assert made.best[0].bytes > 1 << 41
+
+
 def _guesses(ranks: int, machine: str, **more: Any) -> tuple[Guesses, dict[MeshShape, Guess]]:
     config, found = {**LLAMA_70B, "parallel": {"sequence": 1}, **more}, load_machine(machine)
     model = TracedModel(load(config), ranks, found, 1024)
