@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -403,6 +403,13 @@ class _At:
         self.__array_interface__ = {"shape": shape, "typestr": typestr, "data": (at, False), "version": 3}
 
 
+def without_values(shape: Iterable[int], dtype: np.dtype, at: int = 256) -> np.ndarray:
+    """Return an array that says it is at an address and takes no memory: its elements cannot be read or written."""
+    plain = np.dtype(dtype.str if dtype.kind in "biufc" else f"u{dtype.itemsize}")  # bfloat16 has no typestr
+    array = np.asarray(_At(tuple(shape), plain.str, at))
+    return array if plain == dtype else array.view(dtype)
+
+
 def _viewed(name: str) -> Any:
     return lambda self, *args: self._view(getattr(self._a, name)(*args))
 
@@ -422,9 +429,7 @@ class ShapeArray(NDArrayOperatorsMixin):
         self.device, self._category = device, "buffers"
         self._base: ShapeArray | None = None
         self._n = math.prod(shape) * kind.itemsize if counted else 0
-        plain = np.dtype(kind.str if kind.kind in "biufc" else f"u{kind.itemsize}")  # bfloat16 has no typestr
-        array = np.asarray(_At(shape, plain.str, device.allocate(self._n, math.prod(shape) * kind.itemsize)))
-        self._a = array if plain == kind else array.view(kind)
+        self._a = without_values(shape, kind, device.allocate(self._n, math.prod(shape) * kind.itemsize))
 
     def __del__(self) -> None:
         if getattr(self, "_base", self) is None:

@@ -9,7 +9,7 @@ its own, and what only gradients of parameters need stays away until these are c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -33,6 +33,10 @@ from parlinalg.random.draws import Draws, current_draws
 Block = Any
 WINDOW = "64MiB"
 """The bytes that wait to be written at most, and that are read ahead."""
+
+
+Room = Callable[[Sequence[int], np.dtype[Any]], np.ndarray]
+"""Makes an array in host memory, of a shape and dtype, for one of a device."""
 
 
 class Held(NamedTuple):
@@ -67,8 +71,8 @@ class Packer:
     Memory that several arrays are views of is offloaded once, as long as it lives, until `forget`.
     """
 
-    def __init__(self, store: Store, backend: Backend, least: int) -> None:
-        self.store, self.backend, self.least = store, backend, least
+    def __init__(self, store: Store, backend: Backend, least: int, room: Room) -> None:
+        self.store, self.backend, self.least, self.room = store, backend, least, room
         self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[OffloadedBytes]]] = {}
         self._back: weakref.WeakKeyDictionary[OffloadedBytes, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self.kept: set[int] = set()
@@ -102,7 +106,7 @@ class Packer:
         if order is None:
             raw = _bytes_of(whole)
         else:
-            host = np.empty([array.shape[d] for d in order], array.dtype)
+            host = self.room([array.shape[d] for d in order], array.dtype)
             block = array.transpose(order)
             self.backend.copy_to_host(block if block.flags.c_contiguous else block.copy(order="C"), host)
             raw = host.reshape(-1).view(np.uint8)
@@ -215,10 +219,15 @@ class OffloadedActivations(Closing):
         store = self._store = together(
             comms, lambda: self._open(grid.backend, number), f"making {self.path}", (OffloadError, ConfigError)
         )
-        self._packer = Packer(store, grid.backend, self.least)
+        self._packer = Packer(store, grid.backend, self.least, self._room)
         self._end = weakref.finalize(self, store.close)
         for module in self.modules:
             module.around = self._around
+
+    @staticmethod
+    def _room(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+        """Return an array in host memory for one of a device."""
+        return np.empty(shape, dtype)
 
     def _open(self, backend: Backend, number: int | None) -> Store:
         """Return the store of this process, of that number."""

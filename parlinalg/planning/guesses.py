@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from parlinalg.planning.candidates import MeshShape, mode_of
+from parlinalg.planning.candidates import MeshShape, Space, mode_of
+from parlinalg.planning.trace import Gemm
 from parlinalg.planning.traced_model import TracedModel
 from parlinalg.schemes.words import scheme_words
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import TensorConfig
+from parlinalg.train.mesh import resolve
 from parlinalg.units import ITEMSIZE
 
 
 class Guess(NamedTuple):
-    """The estimated seconds of a step on a mesh at best, with its microbatches and recomputation."""
+    """The estimated seconds of a step on a mesh at best, with its microbatches, recomputation and stage of ZeRO."""
 
     seconds: float
     microbatches: int
     recompute: str | None
+    zero: int
 
 
 class Guesses:
     """Guesses by formulas of a step on a mesh: only the order in which meshes are looked at follows from them.
 
     Of a transformer they add products at the best rate, the words of the scheme's table for each microbatch, those of
-    attention between ranks of a sequence, the pipeline's bubble, and the reduction of gradients.  Of other models they
-    are the products alone.
+    attention between ranks of a sequence, the pipeline's bubble, the idle time of its stages with fewer layers, the
+    reduction of gradients, and the gathers of ZeRO 3 where nothing else fits.  Of other models they are the products
+    and the pipeline's idle time alone.
     """
 
-    def __init__(self, model: TracedModel) -> None:
-        self.model, self.machine, config = model, model.machine, model.config
-        self.dtype = config.precision.dtype
+    def __init__(self, model: TracedModel, space: Space) -> None:
+        self.model, self.space, self.machine, config = model, space, model.machine, model.config
+        self.dtype = max(space.dtypes, key=lambda name: self.machine.best_rate(name or config.dtype)) or None
         self.part, flops = model.alone(self.dtype), model.linear_flops(self.dtype)
         self.layers = max(1, model.depth - 2)
         self.products = flops / model.ranks / self.machine.best_rate(self.dtype or config.dtype)
@@ -40,44 +45,74 @@ class Guesses:
         self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
         self.length = model.inputs.length
         self.kept: dict[str | None, tuple[float, float]] = {}
+        parts = model.on_one_rank(self.dtype, None, update=False)
+        self.work = [sum(e.flops for e in part.trace.events if isinstance(e, Gemm)) for part in parts]
+        """Operations of the products of each layer, of one sample."""
         self._words: dict[TensorConfig, tuple[float, float]] = {}
         self._byte: dict[tuple[str, int], float] = {}
+        self._work: dict[int, float] = {}
 
     def __call__(self, mesh: MeshShape, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
         data, pipeline, sequence, ulysses, tensor = mesh
-        width, model = mesh.width, self.model
-        weights = (self.part.weights + self.part.gradients) / pipeline / (tensor.ranks or 1)
-        states = self.part.states / pipeline / (tensor.ranks or 1) / data
+        width, model, cut = mesh.width, self.model, tensor.ranks or 1
+        weights, gradients, states = (n / pipeline / cut for n in self.part)
         fixed, per_row = self._tensor(tensor)
         each = model.batch / data / sequence  # rows of a step
         layers = self.layers / pipeline
-        byte = self.byte("all_gather", width) * self.itemsize
+        uneven = self.unevenness(mesh)
+        byte = self.byte("all_gather", cut) * self.itemsize
         attention = 0.0
         if self.hidden:
-            own = each * self.length * self.hidden / (tensor.ranks or 1)
+            own = each * self.length * self.hidden / cut
             if ulysses > 1:
-                attention += 8 * own * self.byte("all_to_all", min(width, ulysses * (tensor.ranks or 1)))
+                attention += 8 * own * self.byte("all_to_all", min(width, ulysses * cut))
             if sequence > ulysses:
                 attention += 6 * own * (sequence // ulysses) * self.byte("send", width)
-        reduce = 2 * (self.part.gradients / pipeline / (tensor.ranks or 1)) * self.byte("all_gather", model.ranks)
-        best = Guess(math.inf, counts[0], recompute[0])
+        arriving = self.byte("all_gather", model.ranks) * (data > 1)
+        stages = self.space.stages(data)
+        best = Guess(math.inf, counts[0], recompute[0], stages[0])
         for again in recompute:
             if again not in self.kept:
-                self.kept[again] = model.kept_by(again)
+                self.kept[again] = model.kept_by(again, self.dtype)
             kept, output = self.kept[again]
             more = 4 / 3 if again == "block" else 1.03 if again == "attention" else 1.0
             for count in _few(counts):
                 passes = max(self.products * more, 1e-12)
                 moved = layers * (count * fixed + each * per_row) * byte * more + layers * attention * self.itemsize
                 bubble = (pipeline - 1) / count
-                seconds = (passes + moved) * (1 + bubble) + (reduce if data > 1 else 0.0) * 0.5
+                computed = (passes + moved) * (1 + bubble) * uneven
                 flight = min(count, pipeline)
-                held = model.batch / data / count * layers * (kept if again != "block" else output) * flight / width
-                if held + weights + states > limit:  # behind all that seem to fit
-                    seconds *= 10 * (held + weights + states) / limit
-                if seconds < best.seconds:
-                    best = Guess(seconds, count, again)
+                held = model.batch / data / count * layers * uneven * (kept if again != "block" else output)
+                held *= flight / width
+                for zero in dict.fromkeys((min(1, max(stages)), max(stages))):
+                    at_rest = states / (data if zero else 1)
+                    if zero == 3:  # gathered twice and reduced in each microbatch, beside half of the passes
+                        at_rest += (weights + gradients) / data
+                        sent = count * (2 * weights + gradients) * arriving
+                        seconds = computed + max(0.0, sent - computed / 2)
+                    else:
+                        at_rest += weights + gradients
+                        seconds = computed + gradients * arriving
+                    if held + at_rest > limit:  # behind all that seem to fit
+                        seconds *= 10 * (held + at_rest) / limit
+                    if seconds < best.seconds:
+                        best = Guess(seconds, count, again, zero)
         return best
+
+    def unevenness(self, mesh: MeshShape) -> float:
+        """Return the work of the pipeline rank that has the most of the layers, by the mean of all: the others wait."""
+        pipeline = mesh.pipeline
+        if pipeline not in self._work:
+            c = replace(
+                next(self.space.steps(mesh)), data=1, sequence=1, ulysses=1, tensor=TensorConfig(), zero=0,
+                microbatches=pipeline, asked=None,
+            )  # fmt: skip
+            spec = resolve(c.apply(self.model.config, pipeline), pipeline)
+            work = [sum(self.work[a:b]) for a, b in self.model.cuts(spec)]
+            if spec.schedule is not None:
+                work = [sum(work[k.stage] for k in chunks) for chunks in spec.schedule.chunks]
+            self._work[pipeline] = max(1.0, max(work) * pipeline / max(1, sum(self.work)))
+        return self._work[pipeline]
 
     def _tensor(self, tensor: TensorConfig) -> tuple[float, float]:
         """Return the words that a rank receives in a layer: of a microbatch, and of each of its rows."""

@@ -25,7 +25,7 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.autograd.parameter import settle
 from parlinalg.backend import Backend
-from parlinalg.backend.shapes import WhatIf
+from parlinalg.backend.shapes import WhatIf, without_values
 from parlinalg.datasets.tokens import tokenizer
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -492,6 +492,14 @@ class NoDisk(ProbeStore):
         return self.backend.staging(away.nbytes, np.uint8)
 
 
+class DeviceProbe(ActivationProbe):
+    """A probe of an imagined device, whose arrays take no host memory: they may be larger than this one has."""
+
+    @staticmethod
+    def _room(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+        return without_values(shape, dtype)
+
+
 class HostProbe(ActivationProbe):
     """Offloads the activations of modules to a disk that takes no time, of blocks in host memory without values."""
 
@@ -859,7 +867,7 @@ class _Run:
     @contextmanager
     def _probe(self) -> Iterator[ActivationProbe]:
         """Let the blocks offload their activations, to a store that takes no time."""
-        kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
+        kind = DeviceProbe if self.world.device.target == "gpu" else HostProbe
         with kind(self.parameters) as probe:
             probe.place(self.blocks)
             yield probe

@@ -44,7 +44,7 @@ from parlinalg.units import format_bytes, parse_bytes
 __all__ = ["plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
-TRACES = 300  # of parts, for more than that
+TRACES = 160  # of parts, for more than that
 EVENTS = 800_000  # that they have at most, beyond which no further one is begun: those of long rings are many
 EVENTS_FULL = 400_000  # likewise of traces in full
 PROOF = 1_500_000  # events that a proof is foreseen to trace, beyond which it is beyond reach too
@@ -53,6 +53,7 @@ BEAM = 4  # of the fastest meshes that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
+SLOW = 1.5  # a kind gets no further turn where it was so many times slower than the fastest in its turns before
 SEEN, UNSEEN = 40, 20  # kinds of which a plan says why they lost: of those looked at, and of the others
 MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
 T = TypeVar("T")
@@ -351,7 +352,7 @@ class _Search:
 
         Forms of tensor and sequence parallelism, each with and without a pipeline, take turns, so that each comes up.
         """
-        guess = Guesses(self.model)
+        guess = Guesses(self.model, self.space)
         guessed: dict[MeshShape, Guess] = {}
         numbers: dict[MeshShape, int] = {}
         recompute = self.space.recompute
@@ -371,10 +372,15 @@ class _Search:
         for i, mesh in enumerate(_by_guess(guessed, guessed)):
             order.append((turns[_kind(mesh)], i, mesh))
             turns[_kind(mesh)] += 1
+        fastest: dict[str, float] = {}
         for _, _, mesh in sorted(order, key=lambda x: x[:2]):
             if self._tired(0.5 if self._fitting() else 1.0):
                 break
-            self._begin(mesh, guessed[mesh])
+            kind, least = _kind(mesh), min(fastest.values(), default=math.inf)
+            if fastest.get(kind, 0.0) <= SLOW * least:
+                self._begin(mesh, guessed[mesh])
+                own = min((p.seconds for p in self._fitting() if _kind(p.candidate.mesh) == kind), default=math.inf)
+                fastest[kind] = own
         self._climb(guessed)
         if self.model.ranks <= ALL:  # beyond, traces and simulations take too long
             self._mend()
@@ -399,7 +405,9 @@ class _Search:
         most = max(self.space.stages(mesh.data))
         again = self.space.recompute[-1]
         one = min(1, most)
-        tries = (one, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
+        tries = (
+            (guess.zero, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
+        )  # fmt: skip
         for zero, count, recompute in dict.fromkeys(tries):
             if self.model.events >= EVENTS:
                 return

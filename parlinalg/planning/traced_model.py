@@ -109,7 +109,7 @@ class TracedModel:
     def declared(self, dtype: str | None) -> tuple[list[Any], Any]:
         """Return the keys of the model's layers, and the model, declared on one rank."""
         if dtype not in self._declared:
-            self._declared[dtype] = self._declare(_one_rank(dtype).apply(self.config, 1))
+            self._declared[dtype] = self._declare(self.on_one(dtype))
         return self._declared[dtype]
 
     def _declare(self, config: TrainingConfig) -> tuple[list[Any], Any]:
@@ -181,7 +181,7 @@ class TracedModel:
             return None
         if (dtype, drop) not in self._shortens:
             try:
-                fewer, _ = self._declare(_with_fewer(_one_rank(dtype).apply(self.config, 1), drop))
+                fewer, _ = self._declare(_with_fewer(self.on_one(dtype), drop))
                 self._shortens[dtype, drop] = fewer == [*keys[:first], *keys[first + drop :]]
             except ParlinalgError:
                 self._shortens[dtype, drop] = False
@@ -192,6 +192,12 @@ class TracedModel:
         return _with_fewer(config, drop), (begin, end)
 
     # -------------------------------------------------------------------------------------------- one rank
+    def on_one(self, dtype: str | None, recompute: str | None = None) -> TrainingConfig:
+        """Return the configuration on one rank, with one sample.  No axis cuts experts there, whatever it names."""
+        config = _one_rank(dtype, recompute).apply(self.config, 1)
+        options = {name: value for name, value in config.model.options.items() if name != "expert_axis"}
+        return replace(config, model=replace(config.model, options=options))
+
     def alone(self, dtype: str | None) -> Rest:
         """Return the bytes of the whole model at rest on one rank.
 
@@ -200,7 +206,7 @@ class TracedModel:
         if dtype not in self._alone:
             keys = self.keys(dtype)
             first, last = longest_run(keys, (0, len(keys)))
-            config = _one_rank(dtype).apply(self.config, 1)
+            config = self.on_one(dtype)
             found: list[Part] = []
             for few in (1, 2):
                 skip = first + few, last
@@ -216,7 +222,7 @@ class TracedModel:
 
     def on_one_rank(self, dtype: str | None, recompute: str | None, update: bool) -> list[Part]:
         """Return the parts of all layers on one rank, each with one sample; what layers share is in all of them."""
-        config = _one_rank(dtype, recompute).apply(self.config, 1)
+        config = self.on_one(dtype, recompute)
         given: LayerOutput | None = None
         found = []
         for i, key in enumerate(self.keys(dtype)):
@@ -231,10 +237,10 @@ class TracedModel:
     def _trace_alone(self, config: TrainingConfig, **more: Any) -> Part:
         return trace_part(config, self.inputs, 1, 1, node=1, target=self.target, probe=False, **more)
 
-    def kept_by(self, recompute: str | None) -> tuple[float, float]:
+    def kept_by(self, recompute: str | None, dtype: str | None) -> tuple[float, float]:
         """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
         output."""
-        parts = self.on_one_rank(self.config.precision.dtype, recompute, update=False)
+        parts = self.on_one_rank(dtype, recompute, update=False)
         part = parts[len(parts) // 2]
         return float(part.kept), float(part.message)
 

@@ -33,7 +33,8 @@ from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
 from parlinalg.planning.bounds import Bounds
-from parlinalg.planning.candidates import SCHEDULES, Candidate, Space, offload_sets
+from parlinalg.planning.candidates import SCHEDULES, Candidate, MeshShape, Space, offload_sets
+from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
 from parlinalg.planning.parts import Inputs, NextPasses, NoDisk, host_tiles, trace_part
 from parlinalg.planning.predictor import Held, Predictor
@@ -671,6 +672,67 @@ def test_experts_may_be_cut_by_any_axis():
     assert made.best[0].config.model.options["expert_axis"] == (
         None if made.best[0].candidate.experts == "none" else "data"
     )
+
+
+def test_a_given_axis_of_experts_is_planned():
+    """The model alone on one rank, by which candidates are judged, has no such axis."""
+    model = {**AGAIN, "num_local_experts": 4, "expert_axis": "t"}
+    parallel = {"data": 1, "pipeline": 1, "sequence": 1, "tensor": {"size": 2, "mode": "1d"}}
+    made = plan(2, model=model, zero=0, gradient_accumulation=1, parallel=parallel)
+    assert made.best[0].config.model.options["expert_axis"] == "t"
+
+
+LLAMA_70B = {
+    "model": {
+        "name": "llama", "vocab_size": 32000, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28672,
+    },
+    "data": {"name": "text", "sequence_length": 4096}, "batch_size": 1024,
+}  # fmt: skip
+
+
+def test_activations_larger_than_this_machine_are_planned():
+    """What is offloaded of them is counted without memory for it: 256 GiB for an array."""
+    model = {**LLAMA_70B["model"], "num_hidden_layers": 2}  # type: ignore[dict-item]
+    parallel = {"data": 1, "pipeline": 1, "sequence": 1, "tensor": {"size": 2, "mode": "1d"}}
+    given = {**LLAMA_70B, "model": model, "parallel": parallel, "zero": 0, "gradient_accumulation": 1}
+    made = pla.plan_training(
+        {**given, "precision": "bfloat16", "batch_size": 1 << 12}, ranks=2, machine="h100", memory="1024TiB", best=1
+    )
+    assert made.best[0].bytes > 1 << 41
+
+
+def _guesses(ranks: int, machine: str, **more: Any) -> tuple[Guesses, dict[MeshShape, Guess]]:
+    config, found = {**LLAMA_70B, "parallel": {"sequence": 1}, **more}, load_machine(machine)
+    model = TracedModel(load(config), ranks, found, 1024)
+    space = Space(load(config), config, ranks, model.batch, model.depth, ["", "bfloat16"])
+    guess = Guesses(model, space)
+    meshes = [m for m in space.meshes() if space.count(m) and m.tensor.mode in (None, "1d")]
+    return guess, {m: guess(m, space.counts(m), space.recompute, found.memory) for m in meshes}
+
+
+def test_guesses_know_that_stages_with_fewer_layers_wait():
+    """80 blocks on 64 stages take as long as 128: pipelines of 8 and 16 come first, not those of 64."""
+    guess, found = _guesses(512, "h100")
+    assert guess.dtype == "bfloat16"
+    by_size = {m.pipeline: guess.unevenness(m) for m in found}
+    assert by_size[1] == 1
+    assert 1 <= by_size[16] < 1.1
+    assert by_size[64] == pytest.approx(1.6, rel=0.03)
+    first = min(found, key=lambda m: found[m].seconds)
+    assert first.pipeline in (8, 16)
+    least = {size: min(g.seconds for m, g in found.items() if m.pipeline == size) for size in by_size}
+    assert least[64] > 1.2 * least[first.pipeline]
+
+
+def test_guesses_cut_weights_by_zero_where_nothing_else_fits():
+    """7 billion parameters fit on 64 ranks of data parallelism with ZeRO 3, without recomputation."""
+    model = {**LLAMA_70B["model"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}  # type: ignore[dict-item]
+    model |= {"num_key_value_heads": 32, "intermediate_size": 11008}
+    _, found = _guesses(64, "a100", model=model)
+    alone = next(g for m, g in found.items() if m.data == 64)
+    assert (alone.zero, alone.recompute) == (3, None)
+    assert alone.seconds < 1.1 * min(g.seconds for g in found.values())
 
 
 @pytest.mark.one_in(3)
