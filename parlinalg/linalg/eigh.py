@@ -611,7 +611,7 @@ class Kept:
             start, each, _ = self._open.pop(0)
             v[at : at + len(each), start - k :] = each
             at += len(each)
-        t = triangle(v.T, np.concatenate(taus))[np.triu_indices(len(v))]
+        t = triangle(v.conj() @ v.T, np.concatenate(taus))[np.triu_indices(len(v))]
         self._closed.append((k, self._held(v, indexer(self._rows[first(self._rows, k) :] - k)).T, t))
 
     def _held(self, v: np.ndarray, columns: Any) -> np.ndarray:
@@ -697,7 +697,7 @@ class KeptForAll(Kept):
         self._taus.append(tau)
         if at + len(v) == len(parts[0]):
             inner = sum(part.conj() @ part.T for part in parts)
-            t[:] = _triangle(inner, np.concatenate(self._taus))[np.triu_indices(len(inner))]
+            t[:] = triangle(inner, np.concatenate(self._taus))[np.triu_indices(len(inner))]
             self._taus = []
 
     def close(self) -> None:
@@ -745,13 +745,8 @@ def reflector(x: np.ndarray, at: int = 0) -> tuple[np.ndarray, complex, float]:
     return v, (beta - alpha) / beta, float(beta)
 
 
-def triangle(v: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """Return T of the product of reflections, I - V T Vᴴ (LAPACK's `larft`)."""
-    return _triangle(v.conj().T @ v, tau)
-
-
-def _triangle(inner: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """Return T by Vᴴ V."""
+def triangle(inner: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """Return T of the product of reflections, I - V T Vᴴ (LAPACK's `larft`), by the products `inner`, Vᴴ V."""
     b = len(tau)
     t: np.ndarray = namespace(inner).zeros((b, b), inner.dtype)
     for q in range(b):

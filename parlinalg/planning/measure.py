@@ -44,8 +44,8 @@ from parlinalg.planning.link_times import (
 from parlinalg.planning.machine import LIBRARY, Disk, FusedAttention, GemmRate, Kernels, Link, Machine, Overlap
 
 ROUNDS = 3
-"""How often products and kernels are measured, one after all others: for seconds on end a shared host can be half as
-fast, and what counts is the median."""
+"""Rounds of measurements of all products and kernels, whose medians count: a shared host can be half as fast for
+seconds on end."""
 DISK_FILE, DISK_TILE = 1 << 28, 1 << 23
 """Bytes of the file that a rank writes and reads, and of each access, as large as those of offloaded states."""
 
