@@ -292,11 +292,12 @@ def page() -> str:
 
 SHORT = """What the model of time lacks:
 
-- **Schemes on emulated hosts are predicted 3 to 10% too fast**, plans there are not. Ranks come to a sum a few
+- **Schemes on emulated hosts are predicted 3 to 14% too fast**, plans there are not. Ranks come to a sum a few
   milliseconds apart: over 8 ranks 1 MiB takes 82 ms from the last one's start, 1.12 times the link's time, alone 79.
-- **ZeRO 3 at 1 Gbit/s, 16% too fast**: its gathers are in flight while ranks compute. They then take 1.3 to 1.8 times
-  as long (at 200 Mbit/s 1.0 to 1.1 times), as each message waits for a rank to have the core, and computing takes 10
-  to 24% longer, whatever their bytes: each of the 8 ranks polls, and has a thread that looks a thousand times a second.
+- **ZeRO 3 at 1 Gbit/s, 13 to 16% too fast**: its gathers are in flight while ranks compute. They then take 1.3 to 1.8
+  times as long (at 200 Mbit/s 1.0 to 1.1 times), as each message waits for a rank to have the core, and computing
+  takes 10 to 24% longer, whatever their bytes: each of the 8 ranks polls, and has a thread that looks a thousand times
+  a second.
 - **Pipelines on emulated hosts compute more slowly.** In a layer's forward pass of 256 tokens ranks computed for 12 to
   13 ms where 9 were predicted: beside seven other ranks products take 10% longer, the interpreter, whose data four
   ranks push out of a core's cache in turn, twice as long, and both up to 20% longer while a message is awaited. Passes
@@ -305,10 +306,10 @@ SHORT = """What the model of time lacks:
   16 ms while the others wait take 1.4 and 1.7 times as long as alone, as by cores dealt out by chance; for 64 ms they
   take 1.1 and 1.6 times, as the system then moves one of two. The model has no such move.
 - **Machines change**: within a day the doctor measured 75 to 130 µs for an operation's overhead, 1.2 to 2.9 ns for a
-  byte's work (`processor`). So it runs between the rounds; plans have its files of an hour before, and two rounds of 3
-  steps. Beside programs that compile or read, pipelines on 2 ranks were up to 24% off, GPTs on 4 ranks 10.8%, with
-  pairs in the wrong order. Others' use is the most of a half second before each round (on hosts, after the doctor) and
-  of all rounds together.
+  byte's work (`processor`). So it runs between the rounds; plans have its files of half an hour before, and two rounds
+  of 3 steps. Beside programs that compile or read, pipelines on 2 ranks were up to 24% off, GPTs on 4 ranks 10.8%,
+  with pairs in the wrong order. Others' use is the most of a half second before each round (on hosts, after the
+  doctor) and of all rounds together.
 
 Ruled out: lost packets (no step waited for a timeout), the order of starts in traces, and Python's lock (a shorter
 switch interval changes nothing). Without the thread that lets operations progress, 18% of what ranks compute in a
