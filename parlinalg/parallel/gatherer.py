@@ -189,10 +189,15 @@ class WeightGatherer:
         return 3 * block + summing + block // 2 + self.whole * terms
 
     def at_work(self, parameters: Iterable[Parameter | Declared]) -> int:
-        """Return the bytes at work of weights, of this model or another, that rest cut by the axes that were named."""
+        """Return the bytes at work of weights, of this model or another, that rest cut by the axes that were named.
+
+        What these axes cut of experts, the dims before those of a product, stays cut.
+        """
         found = 0
         for p in {id(p): p for p in parameters}.values():
-            work = p.layout.without(a for a in self.axes if p.grid.sizes.get(a, 1) > 1)
+            axes = {a for a in self.axes if p.grid.sizes.get(a, 1) > 1}
+            apart = (p.matrix or (0,))[0]
+            work = Layout(*p.layout.dims[:apart], *p.layout.without(axes).dims[apart:])
             found += largest(p, work) if work != p.layout else 0
         return found
 

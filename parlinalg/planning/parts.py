@@ -32,6 +32,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module, ModuleList
 from parlinalg.nn.added_losses import added_losses
+from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.layer import Layer, layers_of
 from parlinalg.offload.activations import WINDOW
 from parlinalg.offload.parameters import LEAST
@@ -54,7 +55,7 @@ from parlinalg.sequence import BatchPositions, using_positions
 from parlinalg.train.choices import LANGUAGE, make_criterion
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.initialize import optimizer_for, reducer_for, update_for
-from parlinalg.train.mesh import OUTSIDE, RING, Mesh, MeshSpec, resolve
+from parlinalg.train.mesh import RING, Mesh, MeshSpec, resolve
 from parlinalg.train.recipes import (
     dataset,
     declared_classifier,
@@ -528,6 +529,25 @@ def tied(layers: Iterable[Layer]) -> list[tuple[object, frozenset[int]]]:
     return [(p, frozenset(numbers)) for p, numbers in found.values() if len(numbers) > 1]
 
 
+def elements_of_experts(model: Any) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Return for each layer of a declared model, and for all of it, the elements of experts and of all parameters.
+
+    A router is no part of them: it is not cut where experts are.
+    """
+
+    def counted(layers: Iterable[Layer]) -> tuple[int, int]:
+        modules = {id(m): m for layer in layers for m in layer.all_modules()}.values()
+        every = {id(p): p for m in modules for p in m._parameters.values()}
+        own = {
+            id(p): p for m in modules if isinstance(m, MixtureOfExperts)
+            for name, p in m._parameters.items() if name != "router"
+        }  # fmt: skip
+        return sum(math.prod(p.shape) for p in own.values()), sum(math.prod(p.shape) for p in every.values())
+
+    every = _layers(model)
+    return [counted([layer]) for layer in every], counted(every)
+
+
 def ties(model: Any) -> list[frozenset[int]]:
     """Return for each parameter that several layers of a declared model hold the numbers of these layers."""
     return [numbers for _, numbers in tied(_layers(model))]
@@ -642,7 +662,7 @@ def _tried() -> AbstractContextManager[Any]:
 
 def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     """Return the mesh around an imagined rank; `launch` would also ask the ranks for their hosts and cores."""
-    topology = PipelineTopology.of(world.comm, spec.grids, OUTSIDE)
+    topology = PipelineTopology.of(world.comm, spec.grids, spec.outer)
     group = topology.group if topology.size > 1 else world.comm
     grid = Grid(topology.sizes[topology.rank], group)
     return Mesh(grid, config, spec, topology)

@@ -154,18 +154,18 @@ class Scheme:
         """The axis of ring attention, if there is one: it cuts the sequence, and is not one of `ulysses`."""
         return tuple(a for a in self.inner.dims[1] if a not in self.ulysses) if len(self.expand.m) > 1 else ()
 
-    def with_weights_cut(self, axis: str) -> Scheme:
-        """Return the scheme with weights that rest cut by one of its axes too (ZeRO-3, over the data axis).
+    def with_weights_cut(self, axes: AxisSpec) -> Scheme:
+        """Return the scheme with weights that rest cut by some of its axes too (ZeRO-3, over the data axes).
 
-        The axis cuts the first dim of each weight innermost; it must be one that replicates the weights.
+        The axes cut the first dim of each weight innermost; they must be some that replicate the weights.
         """
+        more = as_cut(axes)
 
         def cut(plan: Plan) -> Plan:
-            return replace(plan, w=plan.w.with_dim(len(plan.b), (*plan.w.dims[len(plan.b)], axis)))
+            return replace(plan, w=plan.w.with_dim(len(plan.b), (*plan.w.dims[len(plan.b)], *more)))
 
-        return replace(
-            self, name=f"{self.name} with weights cut over {axis}", expand=cut(self.expand), contract=cut(self.contract)
-        )
+        name = f"{self.name} with weights cut over {' and '.join(more)}"
+        return replace(self, name=name, expand=cut(self.expand), contract=cut(self.contract))
 
     def factored(self, axis: str, into: tuple[str, ...]) -> Scheme:
         """Return the scheme with one of its axes taken as several, outermost first, whose sizes multiply to its own.

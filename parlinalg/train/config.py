@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from parlinalg.errors import ConfigError
+from parlinalg.layout import as_cut
 from parlinalg.parallel.handlers import ACCUMULATE, KINDS, Handler, ZeRO
 from parlinalg.parallel.precision import START
 from parlinalg.pipeline.schedules import discover, make_schedule
@@ -228,6 +229,11 @@ class ParallelConfig(Section):
         SequenceConfig, "ranks that share each sequence, or a dict with the keys below", "1"
     )
     tensor: TensorConfig = section(TensorConfig, "ranks that share each product, or a dict with the keys below", "1")
+    experts: int | None = key(
+        None, _ranks, "data parallel ranks, next to one another, over which a mixture's experts are cut; groups of so "
+        "many hold copies (Megatron-LM: `expert_model_parallel_size`, DeepSpeed: `ep_size`); see [](experts.md)",
+        "all of them",
+    )  # fmt: skip
     auto: bool = key(
         False, flag, '`True`: `parlinalg train` chooses what is not given here when it starts; `parallel="auto"` '
         "leaves all to it. See [](planning.md)",
@@ -614,6 +620,29 @@ class TrainingConfig(Section):
         if self.zero.stage and any(isinstance(h, ZeRO) for h in self.gradient_handler):
             raise ConfigError(
                 f"zero has stage {self.zero.stage}, and gradient_handler names ZeRO too; give one of them"
+            )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise a ConfigError if `parallel.experts` contradicts the model."""
+        ranks, options = self.parallel.experts, self.model.options
+        if ranks is None:
+            return
+        count = options.get("num_local_experts")
+        if count is None and self.model.name in LANGUAGE:
+            raise ConfigError(
+                f"parallel.experts={ranks} says over how many data parallel ranks experts are cut, and the model has "
+                "none: give model=dict(num_local_experts=…), or leave parallel.experts out"
+            )
+        if count is not None and ranks > count:
+            raise ConfigError(
+                f"parallel.experts={ranks} data parallel ranks for {count} experts leaves ranks without one: give at "
+                f"most {count}"
+            )
+        if "data" not in as_cut(axis := options.get("expert_axis", "auto")) and axis != "auto":
+            raise ConfigError(
+                f"parallel.experts={ranks} cuts experts over data parallel ranks, and model.expert_axis={axis!r} does "
+                "not: leave one of them out"
             )
 
 

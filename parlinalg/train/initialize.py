@@ -17,7 +17,7 @@ from parlinalg.comm import Comm
 from parlinalg.comm.together import odd_one_out
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout, as_cut
+from parlinalg.layout import Cut, Layout, as_cut, span_of
 from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
@@ -31,7 +31,7 @@ from parlinalg.train.config import LossScaleConfig, ParallelConfig, TrainingConf
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed, grid_of, length_of
 from parlinalg.train.losses import Criterion, Metric
-from parlinalg.train.mesh import DATA, OUTER_AXES, REPLICA, Mesh, resolve
+from parlinalg.train.mesh import OUTER_AXES, Mesh, resolve, zero_axes
 from parlinalg.train.offload import check_offload, offload
 from parlinalg.train.schedules import BaseSchedule, check_schedule, cut, order_of, schedule_of, worker_of
 from parlinalg.train.schema import named
@@ -120,7 +120,7 @@ def initialize(
         model.initialize(config.seed)
     parameters = list(model.parameters())
     if config.zero.stage == 3:
-        _check_cut(world, grid, model)
+        _check_cut(config, world, grid, model)
     if all(p.reducer is None for p in parameters):
         reducer_for(config, grid, model)
     made_optimizer = optimizer_for(config, optimizer, parameters, model, grid)
@@ -280,20 +280,26 @@ def _check_handlers(config: TrainingConfig, model: Module) -> None:
                 )
 
 
-def _check_cut(world: Comm, grid: Grid, model: Module) -> None:
+def _check_cut(config: TrainingConfig, world: Comm, grid: Grid, model: Module) -> None:
     """Raise a ConfigError on all ranks if no weight of the model rests cut, as ZeRO's stage 3 needs it.
 
     A stage of a pipeline may have none, such as one of an activation or of a norm.  Collective where there are stages.
     """
     own, problem = list(model.parameters()), None
-    if grid.sizes.get(DATA, 1) > 1 and all(p.reducer is None for p in own):
+    axes = _sharded(config, grid.sizes)
+    if axes and all(p.reducer is None for p in own) and not any(rest_cut(own, axis) for axis in axes):
         try:
-            check_cut(own, (DATA,))
+            check_cut(own, axes[-1:])
         except ConfigError as error:
             problem = str(error)
     everyone = world.share(problem, others="by rank") if model.in_stages else [problem]
     if all(everyone):
         raise ConfigError(everyone[0])
+
+
+def _sharded(config: TrainingConfig, sizes: Mapping[str, int]) -> Cut:
+    """Return the axes of several ranks over which ZeRO shards."""
+    return tuple(axis for axis in zero_axes(config.zero, sizes) if sizes[axis] > 1)
 
 
 def _inventory(model: Any) -> dict[str, Any]:
@@ -329,9 +335,9 @@ def _gradient_handlers(config: TrainingConfig, sizes: Mapping[str, int]) -> list
     """Return the handlers of gradients that a configuration asks for, on a grid with axes of these sizes."""
     given = [h for h in config.gradient_handler if not _idle(h, sizes)]
     zero = config.zero
-    if zero.stage and DATA in sizes:
-        given = [h for h in given if type(h).__name__ != "DataParallel"]  # ZeRO is what is done over that axis
-        given.append(ZeRO(zero.stage, DATA, zero.accumulate))
+    if zero.stage and (axes := zero_axes(zero, sizes)):
+        given = [h for h in given if type(h).__name__ != "DataParallel"]  # ZeRO is what is done over its axes
+        given.append(ZeRO(zero.stage, axes, zero.accumulate))
     return given
 
 
@@ -352,8 +358,9 @@ def reducer_for(
     """
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
-    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1 and rest_cut(model.parameters(), DATA):
-        gatherer(model, axes=DATA, accumulate=config.zero.accumulate)
+    axes = tuple(a for a in _sharded(config, grid.sizes) if rest_cut(model.parameters(), a))
+    if config.zero.stage == 3 and axes:
+        gatherer(model, axes=axes, accumulate=config.zero.accumulate)
     parameters = [p for own in chunks for p in own] or list(model.parameters())
     if not chunks and isinstance(model, PipelineModel):
         chunks = [list(own.parameters()) for own in model.chunks]
@@ -431,14 +438,20 @@ def _scheduler(config: TrainingConfig, given: Rate, optimizer: Optimizer, train:
 # ---------------------------------------------------------------------------------------------- reports
 def memory_lines(mesh: Mesh, engine: Engine) -> dict[str, str]:
     """Return lines that report what is sharded and offloaded: a head and a text each.  Collective."""
-    zero, sizes = mesh.config.zero, mesh.grid.sizes
+    zero, sizes, experts = mesh.config.zero, mesh.grid.sizes, mesh.config.parallel.experts
     lines = {} if engine.memory_plan is None else {"offload": mesh.by_stage(str(engine.memory_plan))}
+    every = span_of(mesh.axes("data"), sizes)
+
+    def groups(ranks: int) -> str:
+        return f", in {every // ranks} groups that hold copies" if every > ranks else ""
+
+    if experts is not None:
+        lines = {"experts": f"cut over {experts} data parallel ranks{groups(experts)}", **lines}
     if not zero.stage:
         return lines
-    ranks, copies = sizes.get(DATA, 1), sizes.get(REPLICA, 1)
+    ranks = span_of(zero_axes(zero, sizes), sizes)
     shared = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
-    groups = f", in {copies} groups that hold copies" if copies > 1 else ""
-    text = f"stage {zero.stage}: {shared[zero.stage - 1]} shared by {ranks} ranks{groups}"
+    text = f"stage {zero.stage}: {shared[zero.stage - 1]} shared by {ranks} ranks{groups(ranks)}"
     if ranks == 1:
         text = f"stage {zero.stage}: nothing to share, there is one data parallel rank in a group"
     return {"zero": text, **lines}

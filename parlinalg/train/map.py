@@ -135,12 +135,17 @@ def _span(ranks: Sequence[int]) -> str:
 def _stages(
     spec: MeshSpec, places: Sequence[Sequence[int]], where: Nodes | None, layers: Sequence[int] | None
 ) -> list[str]:  # fmt: skip
-    """Return for every data index the ranks of each pipeline rank, which follow one another."""
-    if spec.data == len(places) == 1:
+    """Return for each index outside of the pipeline the ranks of each pipeline rank, which follow one another."""
+    copies = math.prod(n for axis, n in spec.at(0).axes.items() if axis in spec.outer)
+    if copies == len(places) == 1:
         return []
-    inner = [len(ranks) // spec.data for ranks in places]
+    inner, each = [len(ranks) // copies for ranks in places], spec.data // copies
+
+    def data(first: int, last: int) -> str:
+        return f"data {_span(range(each * first, each * (last + 1)))}"
+
     lines = []
-    shown = min(spec.data, max(1, ROWS // len(places)))
+    shown = min(copies, max(1, ROWS // len(places)))
     for d in range(shown):
         rows = []
         for p, ranks in enumerate(places):
@@ -149,10 +154,10 @@ def _stages(
             grid = f", {' × '.join(f'{a}={n}' for a, n in spec.at(p).axes.items())}" if spec.parts else ""
             held = _held(p, spec, layers) if d == 0 else ""
             rows.append(f"{spec.label(p)}rank{'s' * (len(here) > 1)} {_span(here)}{node}{grid}{held}")
-        lines += _headed(f"data {d}" if spec.data > 1 else "in order", _folded(rows))
-    if shown < spec.data:
+        lines += _headed(data(d, d) if spec.data > 1 else "in order", _folded(rows))
+    if shown < copies:
         step = sum(inner)
-        rest = f"data {shown}" + (f"–{spec.data - 1}" if spec.data > shown + 1 else "")
+        rest = data(shown, copies - 1)
         lines.append(f"{rest:<12}the same from rank {shown * step:,} on, {step:,} ranks each")
     return lines
 

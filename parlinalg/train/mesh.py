@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ __all__ = ["Mesh", "MeshSpec", "launch", "resolve"]
 DATA, REPLICA = "data", "replica"
 RING, ULYSSES = "s", "u"
 DIMENSIONS = ("data", "pipeline", "sequence", "tensor")
-OUTSIDE = (REPLICA, DATA)  # the axes outside of the pipeline: its ranks follow one another for each of their indices
+OUTSIDE = (REPLICA, DATA)  # the axes of data parallelism, by default outside of the pipeline
 OUTER_AXES = (*OUTSIDE, RING, ULYSSES)  # all but those of tensor parallelism
 LAUNCHERS = ("auto", "mpirun", "srun", "one")
 Configuration = TrainingConfig | Mapping[str, object] | str | Path | None
@@ -53,8 +54,9 @@ class MeshSpec:
     mode : str or None
         Of tensor parallelism.
     axes : dict of str to int
-        The axes of the processor grid and their sizes: "replica" where ZeRO shards within groups, "data" where it has
-        ranks or there is no other axis, "s", the ring, and "u", Ulysses, where they have ranks, then the tensor axes.
+        The axes of the processor grid and their sizes: "replica" and "data" where ZeRO shards, or experts are cut,
+        within groups of data parallel ranks, else "data" where it has ranks or there is no other axis, "s", the ring,
+        and "u", Ulysses, where they have ranks, then the tensor axes.
     scheme : Scheme
         The scheme on these axes.
     ulysses : int
@@ -65,6 +67,9 @@ class MeshSpec:
         How layers are split into the stages of a pipeline; a tuple is the layers of each.
     parts : tuple of MeshSpec
         By pipeline rank the grid of each, where they are unlike; else empty.
+    outer : tuple of str
+        The axes outside of the pipeline: for each of their indices the ranks of its stages follow one another.  Ranks
+        that share experts are inside, next to one another.
     schedule : Schedule or None
         The order of work in the pipeline; None where it has one rank.
     """
@@ -80,6 +85,7 @@ class MeshSpec:
     order: str | None = None
     partition: str | tuple[int, ...] = "uniform"
     parts: tuple[MeshSpec, ...] = ()
+    outer: tuple[str, ...] = OUTSIDE
     schedule: Schedule | None = field(default=None, compare=False)
 
     def at(self, rank: int) -> MeshSpec:
@@ -94,7 +100,7 @@ class MeshSpec:
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
         """The world ranks of the grid of every pipeline rank, in its row-major order."""
-        return arrange(self.grids, OUTSIDE)
+        return arrange(self.grids, self.outer)
 
     def groups(self, dimension: str) -> list[tuple[int, ...]]:
         """Return the groups of world ranks that differ along a dimension only.
@@ -220,7 +226,7 @@ def resolve(config: Configuration, ranks: int) -> MeshSpec:
             if tensor.mode in ("2d", "2.5d", "3d"):
                 tensor = replace(tensor, shape=_nearest(tensor.mode, count, tensor.depth))
         found = _uniform(parallel, _data_ranks(parallel.data.size, others, count, ranks), tensor, count)
-    found = _with_zero(found, config.zero)
+    found = _with_groups(found, parallel.experts, config.zero)
     return replace(found, schedule=_schedule(config, found))
 
 
@@ -291,25 +297,44 @@ def _nearest(mode: str, size: int, depth: int | None) -> tuple[int, ...] | None:
     return min(factorizations(size, 2 if mode == "2d" else 3), key=lambda shape: (max(shape) - min(shape), shape))
 
 
-def _with_zero(spec: MeshSpec, zero: ZeroConfig) -> MeshSpec:
-    """Return the mesh with the data axis as two, where ZeRO is within groups, and weights cut for its stage 3."""
+def _with_groups(spec: MeshSpec, experts: int | None, zero: ZeroConfig) -> MeshSpec:
+    """Return the mesh with the data axis as two, where experts are cut or ZeRO shards within groups of data parallel
+    ranks, and weights cut for ZeRO's stage 3."""
     if spec.parts:
-        parts = tuple(_with_zero(part, zero) for part in spec.parts)
+        parts = tuple(_with_groups(part, experts, zero) for part in spec.parts)
         return replace(parts[0], parts=parts)
-    if not zero.stage or DATA not in spec.axes:
-        return spec
-    scheme, axes, within = spec.scheme, spec.axes, zero.within or spec.data
-    if spec.data % within:
+    within = zero.within if zero.stage and DATA in spec.axes else None
+    for name, size in (("parallel.experts", experts), ("zero.within", within)):
+        if size is not None and spec.data % size:
+            raise ConfigError(
+                f"{name}={size} does not divide the {spec.data} data parallel ranks: it may be "
+                f"{listed_divisors(spec.data)}"
+            )
+    if experts is not None and within not in (None, experts, spec.data):
         raise ConfigError(
-            f"zero.within={within} does not divide the {spec.data} data parallel ranks: it may be "
-            f"{listed_divisors(spec.data)}"
+            f"parallel.experts={experts} and zero.within={within} are groups of unlike sizes of the {spec.data} data "
+            f"parallel ranks: give the same number, or leave zero.within out, so that ZeRO shards over all of them"
         )
-    if within < spec.data:
+    scheme, axes, group = spec.scheme, spec.axes, experts or within or spec.data
+    if DATA in axes and group < spec.data:
         scheme = scheme.factored(DATA, (REPLICA, DATA))
-        axes = {REPLICA: spec.data // within, **{a: within if a == DATA else n for a, n in axes.items()}}
-    if zero.stage == 3:
-        scheme = scheme.with_weights_cut(DATA)
-    return replace(spec, scheme=scheme, axes=axes)
+        axes = {REPLICA: spec.data // group, **{a: group if a == DATA else n for a, n in axes.items()}}
+    if zero.stage == 3 and DATA in axes:
+        scheme = scheme.with_weights_cut(zero_axes(zero, axes))
+    outer = OUTSIDE if experts is None or spec.pipeline == 1 else (REPLICA,)
+    return replace(spec, scheme=scheme, axes=axes, outer=outer)
+
+
+def zero_axes(zero: ZeroConfig, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes of a grid over which ZeRO shards: all of data parallelism, or the inner one of groups that hold
+    copies.  A parameter that one of them cuts, such as experts, is sharded over the other one.
+
+    >>> zero_axes(ZeroConfig(1), {"replica": 4, "data": 2}), zero_axes(ZeroConfig(1, 2), {"replica": 4, "data": 2})
+    (('replica', 'data'), ('data',))
+    """
+    axes = tuple(axis for axis in OUTSIDE if axis in sizes) if DATA in sizes else ()
+    ranks = math.prod(sizes[axis] for axis in axes)
+    return axes if zero.within in (None, ranks) else axes[-1:]
 
 
 def _schedule(config: TrainingConfig, spec: MeshSpec) -> Schedule | None:
@@ -528,7 +553,7 @@ def launch(
     checked, spec = together(world, read, "reading the configuration")
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
-    topology = PipelineTopology.of(world, spec.grids, OUTSIDE)
+    topology = PipelineTopology.of(world, spec.grids, spec.outer)
     if world is not comm:
         topology.made.append(world)
     return Mesh(_grid(topology, backend or checked.backend), checked, spec, topology)

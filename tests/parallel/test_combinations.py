@@ -81,6 +81,16 @@ CASES: list[Case] = [
     (4, "gpt", {"sequence": RING, "tensor": one_d(2), "recompute": "block", "parts": 2}),
     (4, "gpt", {"data": 4, "zero": {"stage": 2, "within": 2, "accumulate": "whole"}, "parts": 2}),
     (4, "gpt", {"data": 2, "sequence": RING, "zero": 3, "offload": {"optimizer": "disk", "activations": "disk"}}),
+    (4, "experts", {"data": 4, "experts": 2}),
+    (4, "experts", {"data": 4, "experts": 2, "zero": 1, "offload": DISK, "parts": 2}),
+    (4, "experts, two layers", {"data": 4, "experts": 2, "zero": {"stage": 2, "accumulate": "whole"}, "packed": True}),
+    (4, "experts, two layers", {"data": 4, "experts": 2, "zero": 3, "recompute": "block", "parts": 2}),
+    (4, "experts", {"data": 4, "experts": 2, "zero": {"stage": 2, "within": 2}, "parts": 2}),
+    (4, "experts", {"data": 4, "experts": 1, "zero": 2}),
+    (4, "experts, Muon", {"data": 4, "experts": 2, "zero": 1}),
+    (8, "experts", {"data": 4, "experts": 2, "tensor": one_d(2), "zero": 1, "parts": 2}),
+    (8, "experts, two layers", {"data": 4, "experts": 2, "tensor": one_d(2, sequence_parallel=True), "zero": 3}),
+    (8, "experts", {"data": 4, "experts": 2, "sequence": RING, "zero": 2}),
     (4, "gpt, LAMB", {"data": 2, "tensor": shaped("2d", 1, 2), "zero": 2}),
     (2, "gpt, Muon", {"data": 2, "zero": 2, "offload": DISK}),
     (2, "experts, Muon", {"data": 2, "zero": 1}),
@@ -129,7 +139,7 @@ def config(kind: str, path: Path, case: dict[str, Any]) -> dict[str, Any]:
         "validation": 0.15, "packed": packed,
     }  # fmt: skip
     model = MODELS[kind] | {k: case[k] for k in ("recompute",) if k in case}
-    parallel = {k: case[k] for k in ("data", "sequence", "tensor") if k in case}
+    parallel = {k: case[k] for k in ("data", "experts", "sequence", "tensor") if k in case}
     more = {k: case[k] for k in ("zero", "offload", "precision") if k in case}
     optimizer = OPTIMIZERS.get(kind, BASE["optimizer"])
     return {

@@ -163,6 +163,25 @@ def test_data_parallel_ranks_share_within_groups(world: Any, backend: str) -> No
         made({"stage": 1, "within": 3})
     alone = {"tensor": {"mode": "1d"}}
     assert made({"stage": 2, "within": 2}, alone) == made(None, alone)
+    groups = {**parallel, "experts": 2}
+    assert made(None, groups)[0] == made(1, groups)[0] == sizes, "at every stage"
+    assert {"replica", "data"} <= set(made(3, groups)[1].expand.w.cut_axes)
+    assert not {"replica"} & set(made({"stage": 3, "within": 2}, groups)[1].expand.w.cut_axes)
+    assert made({"stage": 3, "within": 4}, groups)[1] == made(3, groups)[1]
+    assert made(1, {**parallel, "experts": 4})[0] == whole[0]
+    with pytest.raises(
+        ConfigError, match=r"parallel\.experts=2 and zero\.within=1 are groups of unlike sizes of the 4 "
+    ):
+        made({"stage": 1, "within": 1}, groups)
+
+
+@pytest.mark.ranks(8)
+def test_ranks_that_share_experts_are_next_to_one_another(world: Any, backend: str) -> None:
+    """The pipeline is outside of them, and inside of the groups that hold copies."""
+    with launch({"parallel": {"pipeline": 2, "experts": 2}}, world, backend) as mesh:
+        assert mesh.topology.ranks == ((0, 1, 4, 5), (2, 3, 6, 7))
+        assert mesh.rank("data") == 2 * (world.rank // 4) + world.rank % 2
+        assert (mesh.rank("pipeline"), mesh.grid.sizes) == (world.rank // 2 % 2, {"replica": 2, "data": 2})
 
 
 @pytest.mark.ranks(2, 4)
@@ -194,6 +213,9 @@ def test_gradients_are_reduced_once_whatever_handlers_are_named(
     if SIZE == 4:
         said = "stage 2: optimizer states and gradients shared by 2 ranks, in 2 groups that hold copies"
         assert trained(zero={"stage": 2, "within": 2})[1] == [said]
+        assert trained(zero=2, parallel={"experts": 2})[1] == [
+            f"stage 2: optimizer states and gradients shared by {SIZE} ranks"
+        ]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -41,6 +41,22 @@ def test_a_map_of_a_few_ranks() -> None:
     ]
 
 
+def test_ranks_that_share_experts() -> None:
+    """Their groups are within the stages of a pipeline; without one they are data parallel ranks as any others."""
+    spec = resolve({"parallel": {"data": 8, "pipeline": 2, "experts": 4}}, 16)
+    assert rank_map(spec, 4).splitlines() == [
+        "ranks       16 = data 8 (replica=2 × data=4) × pipeline 2, on 4 nodes of 4",
+        "  pipeline  8 groups of 2 ranks, 4 apart, such as 0, 4; across 2 nodes",
+        "  data      2 groups of 8 ranks, such as 0, 1, …, 11; across 2 nodes",
+        "data 0–3    pipeline 0: ranks 0–3, node 0; stage 0",
+        "            pipeline 1: ranks 4–7, node 1; stage 1",
+        "data 4–7    pipeline 0: ranks 8–11, node 2",
+        "            pipeline 1: ranks 12–15, node 3",
+    ]
+    without = [resolve({"parallel": {"data": 8, **more}}, 8) for more in ({}, {"experts": 4})]
+    assert rank_map(without[0]).splitlines()[1:] == rank_map(without[1]).splitlines()[1:]
+
+
 def test_grids_that_are_unlike() -> None:
     each = [{"size": 1}, {"mode": "2d", "shape": (2, 2)}]
     text = rank_map(resolve({"parallel": {"pipeline": {"tensor": each}}}, 10), nodes=[0] * 7 + [1] * 3)
