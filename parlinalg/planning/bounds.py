@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Moment
-from parlinalg.planning.candidates import Candidate, offload_sets
+from parlinalg.planning.candidates import Candidate, mode_of, offload_sets
 from parlinalg.planning.parts import SMALL, SPANS, Part, offload_moves
 from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
 
@@ -81,23 +82,53 @@ class Bounds:
 
         Unless it is offloaded, each weight, gradient and state is on at least one of the pipeline × tensor ranks of a
         copy of the model.  ZeRO's stages share states, gradients and weights between the data parallel ranks, and
-        experts and matrix-wise optimizers may share theirs between any.  The fullest rank holds at least the mean.
+        matrix-wise optimizers may share theirs between any; of experts see `_experts`.  The fullest rank holds at least
+        the mean.
         """
-        shares = (c.pipeline * n for n in self._sharing(c))
-        rest = Rest(*(n // share for n, share in zip(self.model.alone(c.dtype), shares, strict=True)))
+        whole = Rest(*(n // c.pipeline for n in self.model.alone(c.dtype)))
+        rest = self._at_rest(c, whole, self.model.experts(c.dtype))
         return sum(self._left(c, rest, (*self.model.kinds(c), *dict(c.offload))))
 
     def _sharing(self, c: Candidate) -> Rest:
-        """Return how many ranks share what a stage has at rest, at the most."""
-        config = self.model.config
+        """Return how many ranks share what a stage has at rest, but for experts, at the most."""
         ranks, every = c.tensor.ranks or 1, self.model.ranks // c.pipeline
-        if int(config.model.options.get("num_local_experts", 1)) > 1:
-            ranks = every
 
         def share(stage: int) -> int:
             return min(every, ranks * c.data) if c.zero >= stage else ranks
 
-        return Rest(share(3), share(2), every if config.optimizer.name in HOME else share(1))
+        return Rest(share(3), share(2), every if self.model.config.optimizer.name in HOME else share(1))
+
+    def _experts(self, c: Candidate) -> tuple[Fraction, ...]:
+        """Return which share of the weights, gradients and states of a stage's experts the fullest rank has, at the
+        least.
+
+        The axis that cuts experts leaves some rank along it the most of them, and these are cut over the other axes of
+        tensor parallelism at the most.  ZeRO's stages share them between the data parallel ranks that have the same.
+        That rank is the first along the axis, where uneven pieces of all else are the largest too.
+        """
+        options = self.model.config.model.options
+        count, every = int(options.get("num_local_experts", 1)), self.model.ranks // c.pipeline
+        least, ranks, cut, copies = Fraction(1, every), c.tensor.ranks or 1, 1, c.data
+        if c.experts == "data" or (c.experts is None and options.get("expert_axis", "data") == "data"):
+            cut = self.model.sharing_experts(c)
+            copies = c.data // cut
+        elif c.experts is None:  # several axes, say
+            return least, least, least
+        elif c.experts == "s":
+            cut = c.sequence // c.ulysses
+        elif c.experts != "none":
+            cut = mode_of(c.tensor)[1][c.experts]
+            ranks //= cut
+        here = Fraction(-(-count // cut), count * ranks)
+        weights, gradients, states = (here / copies if c.zero >= stage else here for stage in (3, 2, 1))
+        return weights, gradients, least if self.model.config.optimizer.name in HOME else states
+
+    def _at_rest(self, c: Candidate, rest: Rest, experts: Fraction) -> Rest:
+        """Return what the fullest rank has at rest of a stage, at the least, if experts are such a share of it."""
+        if not experts:
+            return Rest(*(n // ranks for n, ranks in zip(rest, self._sharing(c), strict=True)))
+        both = zip(rest, self._sharing(c), self._experts(c), strict=True)
+        return Rest(*(int((1 - experts) * n / ranks + experts * n * share) for n, ranks, share in both))
 
     def _left(self, c: Candidate, rest: Rest, kinds: Collection[str]) -> Rest:
         """Return what is left at rest where kinds are offloaded, at the least."""
@@ -209,7 +240,8 @@ class Bounds:
                 behind += part.kept
             found.append(
                 Floor(
-                    Rest(*(n // ranks for n, ranks in zip(rest, share, strict=True))), sum(part.kept for part in own),
+                    self._at_rest(c, rest, model.experts(c.dtype, (a, b) if c.pipeline > 1 else None)),
+                    sum(part.kept for part in own),
                     sum(part.kept for i, part in enumerate(own, a) if i in (0, len(parts) - 1)),
                     transient, SMALL * sum(part.count for part in own),
                     sum(model.seconds(part, "forward", quick=True) for part in own),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from parlinalg.errors import ScheduleError, enumerated
+from parlinalg.errors import ScheduleError, counted, enumerated
 from parlinalg.grid import factorizations
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.schemes import for_mode
@@ -81,6 +81,8 @@ class Candidate:
     asked : int or None
         The microbatches that the configuration gives, where the samples are fewer and the schedule cannot take their
         number: as in training, each step then has all forward passes before all backward passes.
+    expert_ranks : int or None
+        The data parallel ranks over which experts are cut, where these are groups of them.
     """
 
     data: int
@@ -98,6 +100,7 @@ class Candidate:
     order: str | None = None
     offload: Offload = ()
     asked: int | None = None
+    expert_ranks: int | None = None
 
     @property
     def mesh(self) -> MeshShape:
@@ -134,7 +137,10 @@ class Candidate:
         options += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         options += [f"recompute {self.recompute}"] * (self.recompute is not None)
         options += [str(self.dtype)] * (self.dtype is not None)
-        options += [f"experts on {self.experts}"] * (self.experts not in (None, "none"))
+        if self.expert_ranks is not None:
+            options.append(f"experts on {counted(self.expert_ranks, 'data rank')}")
+        elif self.experts not in (None, "none"):
+            options.append(f"experts on {self.experts}")
         options += [f"{self.order} order"] * (self.order not in (None, "zigzag"))
         for place, where in (("host", "in host memory"), ("disk", "on a disk")):
             kinds = [kind for kind, to in self.offload if to == place]
@@ -152,7 +158,7 @@ class Candidate:
         pipeline = replace(config.parallel.pipeline, size=self.pipeline)
         parallel = ParallelConfig(
             DataParallelConfig(self.data), pipeline if self.pipeline > 1 else PipelineConfig(),
-            replace(config.parallel.sequence, size=self.sequence, ulysses=self.ulysses), self.tensor,
+            replace(config.parallel.sequence, size=self.sequence, ulysses=self.ulysses), self.tensor, self.expert_ranks,
         )  # fmt: skip
         if self.order is not None:
             parallel = replace(parallel, sequence=replace(parallel.sequence, order=self.order))
@@ -183,6 +189,8 @@ class Candidate:
             parallel["sequence"] = {"size": self.sequence, "ulysses": self.ulysses, **order}
         if self.tensor.mode is not None:
             parallel["tensor"] = self.tensor.given()
+        if self.expert_ranks is not None:
+            parallel["experts"] = self.expert_ranks
         values["parallel"] = parallel
         values["batch_size"] = batch
         values.pop("schedule", None)
@@ -331,7 +339,7 @@ class Space:
             for sequence, ulysses in self._sequences(ranks // pipeline):
                 left = ranks // pipeline // sequence
                 for data, tensor in self._data_and_tensor(left):
-                    if self.uneven or self.batch % data == 0:
+                    if (self.uneven or self.batch % data == 0) and data % (own.experts or 1) == 0:
                         yield MeshShape(data, pipeline, sequence, ulysses, tensor)
 
     def _sequences(self, ranks: int) -> Iterator[tuple[int, int]]:
@@ -369,12 +377,12 @@ class Space:
         for count in self.counts(mesh):
             for name, chunks in self._schedules(pipeline, count):
                 asked = self._asked(pipeline, count, name, chunks)
-                for zero, again, dtype, experts, order in itertools.product(
-                    self.stages(data), self.recompute, self.dtypes, self._experts(mesh), self._orders(mesh)
+                for zero, again, dtype, (experts, group), order in itertools.product(
+                    self.stages(data), self.recompute, self.dtypes, self.experts(mesh), self._orders(mesh)
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts, order, self.offload, asked,
+                        experts, order, self.offload, asked, group,
                     )  # fmt: skip
 
     def count(self, mesh: MeshShape) -> int:
@@ -384,7 +392,7 @@ class Space:
             others = len(self.stages(mesh.data)) * len(self.recompute) * len(self.dtypes)
             schedules = sum(len(list(self._schedules(mesh.pipeline, n))) for n in self.counts(mesh))
             self._numbers[key] = others * schedules
-        return self._numbers[key] * len(self._experts(mesh)) * len(self._orders(mesh))
+        return self._numbers[key] * len(self.experts(mesh)) * len(self._orders(mesh))
 
     def counts(self, mesh: MeshShape) -> list[int]:
         """Return the numbers of microbatches that split the batch evenly, or nearly so where it is `uneven`."""
@@ -422,15 +430,22 @@ class Space:
         open_ = model.name in LANGUAGE and "recompute" not in model.options
         return [None, "attention", "block"] if open_ else [model.options.get("recompute")]
 
-    def _experts(self, mesh: MeshShape) -> list[str | None]:
-        """Return the axes that may cut the experts of a model that has several; None where they are as they are."""
-        model = self.config.model
-        if "expert_axis" in model.options or int(model.options.get("num_local_experts", 1)) < 2:
-            return [None]
-        axes = ["data"] * (mesh.data > 1) + ["s"] * (mesh.sequence > mesh.ulysses)
+    def experts(self, mesh: MeshShape) -> Sequence[tuple[str | None, int | None]]:
+        """Return what may cut the experts of a model that has several: an axis, and of data parallel ranks the number.
+        No axis is named where experts are as the configuration has them.
+
+        Numbers of ranks that share experts evenly are looked at; where there is none, all data parallel ranks.
+        """
+        model, given = self.config.model, self.config.parallel.experts
+        count = int(model.options.get("num_local_experts", 1))
+        if given is not None or "expert_axis" in model.options or count < 2:
+            return [(None, given)]
+        found: list[tuple[str | None, int | None]] = []
+        found += [("data", n) for n in reversed(divisors(mesh.data)) if n > 1 and count % n == 0]
+        axes = ["data"] * (mesh.data > 1 and not found) + ["s"] * (mesh.sequence > mesh.ulysses)
         if (mesh.tensor.ranks or 1) > 1:
             axes += [axis for axis, n in mode_of(mesh.tensor)[1].items() if n > 1]
-        return [*axes, "none"]
+        return [*found, *((axis, None) for axis in (*axes, "none"))]
 
     def _orders(self, mesh: MeshShape) -> Sequence[str | None]:
         """Return the orders of tokens; without a ring every order is the same work for all."""

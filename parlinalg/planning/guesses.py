@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +19,14 @@ from parlinalg.units import ITEMSIZE
 
 
 class Guess(NamedTuple):
-    """The estimated seconds of a step on a mesh at best, with its microbatches, recomputation and stage of ZeRO."""
+    """The estimated seconds of a step on a mesh at best, with its microbatches, recomputation, stage of ZeRO, and what
+    cuts experts, as of `Space.experts`."""
 
     seconds: float
     microbatches: int
     recompute: str | None
     zero: int
+    experts: tuple[str | None, int | None] = (None, None)
 
 
 class Guesses:
@@ -44,12 +47,14 @@ class Guesses:
         self.itemsize = ITEMSIZE.get(self.dtype or config.dtype, 4)
         self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
         self.length = model.inputs.length
+        self.experts = float(model.experts(self.dtype))
+        self.choices = int(config.model.options.get("num_experts_per_tok", 2)) if self.experts else 0
         self.kept: dict[str | None, tuple[float, float]] = {}
         parts = model.on_one_rank(self.dtype, None, update=False)
         self.work = [sum(e.flops for e in part.trace.events if isinstance(e, Gemm)) for part in parts]
         """Operations of the products of each layer, of one sample."""
         self._words: dict[TensorConfig, tuple[float, float]] = {}
-        self._byte: dict[tuple[str, int], float] = {}
+        self._byte: dict[tuple[str, int, int], float] = {}
         self._work: dict[int, float] = {}
 
     def __call__(self, mesh: MeshShape, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
@@ -71,33 +76,44 @@ class Guesses:
         arriving = self.byte("all_gather", model.ranks) * (data > 1)
         stages = self.space.stages(data)
         best = Guess(math.inf, counts[0], recompute[0], stages[0])
+        choices = self.space.experts(mesh)
+        experts = [(self._ranks(mesh, *choice), choice) for choice in choices] if self.choices else [(1, choices[0])]
+        tokens = layers * 4 * self.choices * each * self.length * self.hidden / cut * self.itemsize
         for again in recompute:
             if again not in self.kept:
                 self.kept[again] = model.kept_by(again, self.dtype)
             kept, output = self.kept[again]
             more = 4 / 3 if again == "block" else 1.03 if again == "attention" else 1.0
-            for count in _few(counts):
-                passes = max(self.products * more, 1e-12)
+            passes = max(self.products * more, 1e-12)
+            for count, (spread, choice) in itertools.product(_few(counts), experts):
                 moved = layers * (count * fixed + each * per_row) * byte * more + layers * attention * self.itemsize
+                moved += tokens * (1 - 1 / spread) * self.byte("all_to_all", spread, width)
+                here = 1 - self.experts * (1 - 1 / spread)  # of weights, by those of a rank that has all experts
                 bubble = (pipeline - 1) / count
                 computed = (passes + moved) * (1 + bubble) * uneven
                 flight = min(count, pipeline)
                 held = model.batch / data / count * layers * uneven * (kept if again != "block" else output)
                 held *= flight / width
                 for zero in dict.fromkeys((min(1, max(stages)), max(stages))):
-                    at_rest = states / (data if zero else 1)
+                    at_rest = states / data if zero else states * here
                     if zero == 3:  # gathered twice and reduced in each microbatch, beside half of the passes
                         at_rest += (weights + gradients) / data
-                        sent = count * (2 * weights + gradients) * arriving
+                        sent = count * (2 * weights + gradients) * here * arriving
                         seconds = computed + max(0.0, sent - computed / 2)
                     else:
-                        at_rest += weights + gradients
-                        seconds = computed + gradients * arriving
+                        at_rest += (weights + gradients) * here
+                        seconds = computed + gradients * here * arriving
                     if held + at_rest > limit:  # behind all that seem to fit
                         seconds *= 10 * (held + at_rest) / limit
                     if seconds < best.seconds:
-                        best = Guess(seconds, count, again, zero)
+                        best = Guess(seconds, count, again, zero, choice)
         return best
+
+    def _ranks(self, mesh: MeshShape, axis: str | None, group: int | None) -> int:
+        """Return over how many ranks an axis cuts experts, but for those of tensor parallelism, which cut them in any
+        case."""
+        ranks = {"data": group or mesh.data, "s": mesh.sequence // mesh.ulysses}.get(axis or "data", 1)
+        return min(ranks, int(self.model.config.model.options.get("num_local_experts", 1)))
 
     def unevenness(self, mesh: MeshShape) -> float:
         """Return the work of the pipeline rank that has the most of the layers, by the mean of all: the others wait."""
@@ -105,7 +121,7 @@ class Guesses:
         if pipeline not in self._work:
             c = replace(
                 next(self.space.steps(mesh)), data=1, sequence=1, ulysses=1, tensor=TensorConfig(), zero=0,
-                microbatches=pipeline, asked=None,
+                microbatches=pipeline, asked=None, expert_ranks=None,
             )  # fmt: skip
             spec = resolve(c.apply(self.model.config, pipeline), pipeline)
             work = [sum(self.work[a:b]) for a, b in self.model.cuts(spec)]
@@ -129,14 +145,14 @@ class Guesses:
                 self._words[tensor] = max(0.0, found[0] - 64 * per_row), per_row
         return self._words[tensor]
 
-    def byte(self, op: str, ranks: int) -> float:
-        """Return the seconds of a byte in an operation among ranks that are next to each other."""
-        if (op, ranks) not in self._byte:
+    def byte(self, op: str, ranks: int, apart: int = 1) -> float:
+        """Return the seconds of a byte in an operation among ranks that are next to each other, or so many apart."""
+        if (op, ranks, apart) not in self._byte:
             model, n = self.model, 2 if op == "send" else ranks
-            local = max(1, min(n, model.node if ranks <= model.node or op != "send" else 1))
+            local = max(1, min(n, model.node // apart if ranks <= model.node or op != "send" else 1))
             cost = self.machine.transfer(op, 1e7, n, local, model.node, model.ranks).total if ranks > 1 else 0.0
-            self._byte[op, ranks] = cost / 1e7
-        return self._byte[op, ranks]
+            self._byte[op, ranks, apart] = cost / 1e7
+        return self._byte[op, ranks, apart]
 
 
 def _few(counts: Sequence[int]) -> Sequence[int]:

@@ -405,16 +405,19 @@ class _Search:
         most = max(self.space.stages(mesh.data))
         again = self.space.recompute[-1]
         one = min(1, most)
+        first = steps[0].experts, steps[0].expert_ranks
         tries = (
-            (guess.zero, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
+            (guess.zero, guess.microbatches, guess.recompute, guess.experts), (one, counts[-1], again, first),
+            (most, counts[-1], again, first),
         )  # fmt: skip
-        for zero, count, recompute in dict.fromkeys(tries):
+        for zero, count, recompute, experts in dict.fromkeys(tries):
             if self.model.events >= EVENTS:
                 return
             likely = [
                 c for c in steps
                 if c.microbatches == count and (c.zero == zero or len({x.zero for x in steps}) == 1)
-                and c.recompute == recompute and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
+                and c.recompute == recompute and (c.experts, c.expert_ranks) == experts
+                and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
             ]  # fmt: skip
             found = [(c, p) for c in likely if (p := self._estimate(c)) is not None]
             for c, p in found:
@@ -525,10 +528,23 @@ class _Search:
                     if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
                         self._reschedule(c, found, steps)
                 known = {e.mesh for e in self.estimated}
-                meshes = [m for m in guessed if m not in known and _near(m, best.mesh)]
-                for mesh in _by_guess(meshes, guessed)[:NEAR]:
+                likely = self._corrected(
+                    {m: g for m, g in guessed.items() if m not in known and _near(m, best.mesh)}, guessed
+                )
+                for mesh in _by_guess(likely, likely)[:NEAR]:
                     if not self._tired():
                         self._begin(mesh, guessed[mesh])
+
+    def _corrected(self, some: Mapping[MeshShape, Guess], guessed: Mapping[MeshShape, Guess]) -> dict[MeshShape, Guess]:
+        """Return guesses as many times longer as the best estimate of their kind is than its guess; of a kind without
+        one, as the least of all kinds."""
+        times: dict[str, float] = {}
+        for p in self._fitting():
+            mesh = p.candidate.mesh
+            more = p.seconds / guessed[mesh].seconds
+            times[_kind(mesh)] = min(more, times.get(_kind(mesh), more))
+        least = min(times.values(), default=1.0)
+        return {m: g._replace(seconds=g.seconds * times.get(_kind(m), least)) for m, g in some.items()}
 
     def _mend(self) -> None:
         """Estimate, in each of the fastest meshes with a pipeline, what differs from its fastest in one choice, until
@@ -741,7 +757,8 @@ def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
     """Return True if candidates of one mesh differ in one choice; numbers of microbatches by at most two steps."""
 
     def choices(c: Candidate) -> tuple[Any, ...]:
-        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts, c.order
+        experts = c.experts, c.expert_ranks
+        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, experts, c.order
 
     if abs(counts.index(a.microbatches) - counts.index(b.microbatches)) > 2:
         return False

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from parlinalg.errors import ParlinalgError
+from parlinalg.layout import as_cut
 from parlinalg.pipeline.schedule import FLUSHED, Op, Schedule, forward_then_backward
 from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, given_offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import Inputs, LayerOutput, NextPasses, Part, declared, layer_keys, ties, trace_part, warn
+from parlinalg.planning.parts import (
+    Inputs,
+    LayerOutput,
+    NextPasses,
+    Part,
+    declared,
+    elements_of_experts,
+    layer_keys,
+    ties,
+    trace_part,
+    warn,
+)
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Trace
 from parlinalg.train.choices import LANGUAGE
@@ -51,12 +64,15 @@ class Setup(NamedTuple):
         Rows of a microbatch on all of these ranks together.
     key : object
         A key by which traces of this setup are kept.
+    ends : object
+        The same of the model's first and last layer, which have no experts, and nothing that blocks compute again.
     """
 
     config: TrainingConfig
     ranks: int
     rows: int
     key: Any
+    ends: Any = None
 
 
 class TracedModel:
@@ -100,6 +116,7 @@ class TracedModel:
         self._declared: dict[str | None, tuple[list[Any], Any]] = {}
         self._ties: dict[str | None, list[frozenset[int]]] = {}
         self._alone: dict[str | None, Rest] = {}
+        self._experts: dict[str | None, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         self._shortens: dict[tuple[str | None, int], bool] = {}
         self._following: dict[Any, list[NextPasses]] = {}
         given = given_offload(config)
@@ -130,6 +147,14 @@ class TracedModel:
     def depth(self) -> int:
         """The layers that a pipeline cuts."""
         return len(self.keys(self.config.precision.dtype))
+
+    def experts(self, dtype: str | None, layers: Cut | None = None) -> Fraction:
+        """Return the share that experts have of the parameters of some layers, or of the whole model."""
+        if dtype not in self._experts:
+            self._experts[dtype] = elements_of_experts(self.declared(dtype)[1])
+        each, whole = self._experts[dtype]
+        own, every = whole if layers is None else map(sum, zip(*each[slice(*layers)], strict=True))
+        return Fraction(own, every or 1)
 
     def linear_flops(self, dtype: str | None) -> float:
         """Return the operations of a step's products with weights, at the least.
@@ -349,10 +374,22 @@ class TracedModel:
         return -(-self.batch // c.microbatches)
 
     def one_copy(self, c: Candidate) -> Setup:
-        """Return the setup of one copy of a candidate's model."""
-        one = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
-        rows = -(-self.rows(c) // c.data)  # the most of a data parallel rank
-        return Setup(one.apply(self.config, rows), one.width, rows, (*_form(one), rows))
+        """Return the setup of one copy of a candidate's model, or of as many as share experts."""
+        copies = self.sharing_experts(c)
+        one = replace(
+            c, data=copies, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None, expert_ranks=None
+        )  # fmt: skip
+        rows = copies * -(-self.rows(c) // c.data)  # the most of each data parallel rank
+        return Setup(one.apply(self.config, rows), copies * one.width, rows, *self._keys(one, rows))
+
+    def sharing_experts(self, c: Candidate) -> int:
+        """Return the data parallel ranks over which a candidate's experts are cut."""
+        options = self.config.model.options
+        if int(options.get("num_local_experts", 1)) < 2:
+            return 1
+        axes = as_cut(options.get("expert_axis", "auto") if c.experts is None else c.expert_axis)
+        group = c.expert_ranks or (self.config.zero.within if c.zero else None) or c.data
+        return group if {"data", "auto"} & {*axes} else 1
 
     def layers_of_one_copy(self, c: Candidate) -> list[Part]:
         """Return the passes of all layers of one copy of a candidate's model, without updates."""
@@ -364,8 +401,13 @@ class TracedModel:
         rows = self.rows(c)
         if c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
             c = replace(c, microbatches=c.pipeline)
-        setup = Setup(c.apply(self.config, rows), self.ranks, rows, (*_form(c), rows))
+        setup = Setup(c.apply(self.config, rows), self.ranks, rows, *self._keys(c, rows))
         return self._layers(c, setup, update=True, ends=ends)
+
+    def _keys(self, c: Candidate, rows: int) -> tuple[Any, Any]:
+        """Return the keys of a setup."""
+        bare = replace(c, recompute=None, experts=None) if self.config.model.name in LANGUAGE else c
+        return (*_form(c), rows), (*_form(bare), rows)
 
     def _layers(self, c: Candidate, setup: Setup, update: bool, ends: Collection[int] = ()) -> list[Part]:
         found: list[Part] = []
@@ -373,7 +415,7 @@ class TracedModel:
         more = self.gathering_again(c) | self.step_apart if update else {}
         for i, key in enumerate(self.keys(c.dtype)):
             own = more | ({"ends": True} if i in ends else {})
-            known = (setup.key, key, update, given, *own)
+            known = (setup.ends if i in (0, self.depth - 1) else setup.key, key, update, given, *own)
             several = c.zero == 3 and c.pipeline > 1 and i > 0  # as in a stage of several
             passes = NextPasses(other=frozenset([key] if several else ()))
             found.append(
@@ -580,4 +622,4 @@ def _with_fewer(config: TrainingConfig, fewer: int) -> TrainingConfig:
 def _form(c: Candidate) -> tuple[Any, ...]:
     """Return the choices of a candidate on which a layer's trace depends, beside the rows of a microbatch."""
     cut = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
-    return *cut, c.zero, c.recompute, c.dtype, c.experts, c.order
+    return *cut, c.zero, c.recompute, c.dtype, c.experts, c.expert_ranks, c.order
