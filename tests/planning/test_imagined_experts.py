@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
+from parlinalg import nn, optim
+from parlinalg.autograd import ops
 from parlinalg.autograd.ops import routing
+from parlinalg.train import resolve
+from parlinalg.train.config import load
+from parlinalg.train.initialize import reducer_for
 from tests.models import every_scheme
 from tests.nn.test_experts import KINDS, cases, passed
 from tests.planning.test_imagined import both
@@ -46,6 +51,40 @@ def test_ledgers_of_experts_are_those_of_real_ranks(world, even, monkeypatch, fu
         book = both(world, sizes, program, what_if=pla.WhatIf(routing=load))
         travelled += sum(n for (op, _), n in book.words.items() if op == "all_to_all")
     assert travelled or world.size == 1
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ledgers_of_groups_that_share_experts_are_those_of_real_ranks(world, zero, monkeypatch):
+    """Dense parameters are reduced and gathered over all data parallel ranks, experts over those that hold a copy."""
+    tensor = {"size": world.size // 4, "mode": "1d"}
+    config = load({"parallel": {"data": 4, "experts": 2, "tensor": tensor}, "zero": zero})
+    spec, assumed = resolve(config, world.size), routing.best
+
+    def best(block: Any, k: int) -> Any:
+        return (choosing("even") if isinstance(block, np.ndarray) else assumed)(block, k)
+
+    def program(grid: Any) -> None:
+        model = nn.GPT(
+            vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_local_experts=4, scheme=spec.scheme, grid=grid, seed=1,
+        )  # fmt: skip
+        reducer_for(config, grid, model)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        numbers = np.random.default_rng(0).integers(0, 53, (2, 8, 16))
+        ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
+        for _ in range(2):
+            loss, count = ops.cross_entropy_sum(model(ids), targets)
+            (loss * (1 / count)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    monkeypatch.setattr(routing, "best", best)
+    book = both(world, spec.axes, program, what_if=pla.WhatIf(routing="even"))
+    assert book.words["all_to_all", ("data",)]
+    for op in ("reduce_scatter", "all_gather") if zero else ():
+        over = {frozenset(axes) - {"t"} for (name, axes), n in book.words.items() if name == op and n}
+        assert over >= {frozenset({"replica"}), frozenset({"replica", "data"})}, op
 
 
 @pytest.mark.serial

@@ -62,6 +62,21 @@ def test_a_training_goes_on_on_any_grid(tale: Path, folder: Path, world: Any, ba
             world.barrier()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_of_groups_go_on_on_any_grid(zero: int, tale: Path, folder: Path, world: Any, backend: str) -> None:
+    model = {**cp.MODEL, "num_local_experts": 3}
+    settings = cp.config(tale, {"data": 4, "experts": 2}, zero, model=model)
+    want = cp.saved(world, settings, folder, backend, 3)
+    assert cp.gone_on(world, settings, folder, backend, 3) == want, "the same grid goes on bit for bit"
+    others: list[Grid] = [SERIAL, (4, {"data": 4, "experts": 1}, 2), (4, {"data": 2, "pipeline": 2, "experts": 2}, 0),
+                          (4, {"tensor": {"mode": "2d"}}, 0)]  # fmt: skip
+    for ranks, parallel, stage in others:
+        if (comm := cp.part_of(world, ranks)) is not None:
+            cp.close(cp.gone_on(comm, cp.config(tale, parallel, stage, model=model), folder, backend, 3), want)
+        world.barrier()
+
+
 # ---------------------------------------------------------------------------------------------- as users start it
 KEYS = ("step", "loss", "accuracy", "lr", "grad_norm", "test_loss", "test_accuracy")
 
