@@ -94,7 +94,7 @@ class Bounds:
         ranks, every = c.tensor.ranks or 1, self.model.ranks // c.pipeline
 
         def share(stage: int) -> int:
-            return min(every, ranks * c.data) if c.zero >= stage else ranks
+            return min(every, ranks * (c.within or c.data)) if c.zero >= stage else ranks
 
         return Rest(share(3), share(2), every if self.model.config.optimizer.name in HOME else share(1))
 
@@ -108,10 +108,10 @@ class Bounds:
         """
         options = self.model.config.model.options
         count, every = int(options.get("num_local_experts", 1)), self.model.ranks // c.pipeline
-        least, ranks, cut, copies = Fraction(1, every), c.tensor.ranks or 1, 1, c.data
+        least, ranks, cut, copies = Fraction(1, every), c.tensor.ranks or 1, 1, c.within or c.data
         if c.experts == "data" or (c.experts is None and options.get("expert_axis", "data") == "data"):
             cut = self.model.sharing_experts(c)
-            copies = c.data // cut
+            copies = 1 if c.within else c.data // cut
         elif c.experts is None:  # several axes, say
             return least, least, least
         elif c.experts == "s":

@@ -83,6 +83,8 @@ class Candidate:
         number: as in training, each step then has all forward passes before all backward passes.
     expert_ranks : int or None
         The data parallel ranks over which experts are cut, where these are groups of them.
+    within : int or None
+        The data parallel ranks of a group within which ZeRO shards; None for all, or what the configuration gives.
     """
 
     data: int
@@ -101,6 +103,7 @@ class Candidate:
     offload: Offload = ()
     asked: int | None = None
     expert_ranks: int | None = None
+    within: int | None = None
 
     @property
     def mesh(self) -> MeshShape:
@@ -133,7 +136,8 @@ class Candidate:
             parts.append(f"pipeline {self.pipeline} ({self.schedule}{how})")
         parts += [self.form()] if self.form() else []
         text = " × ".join(parts) or "one rank"
-        options = [f"ZeRO {self.zero}"] * bool(self.zero)
+        shared = f" within groups of {self.within}" if self.within else ""
+        options = [f"ZeRO {self.zero}{shared}"] * bool(self.zero)
         options += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         options += [f"recompute {self.recompute}"] * (self.recompute is not None)
         options += [str(self.dtype)] * (self.dtype is not None)
@@ -175,7 +179,7 @@ class Candidate:
         return replace(
             config, parallel=parallel, model=model, schedule=schedule, batch_size=batch, precision=precision,
             gradient_accumulation=1 if self.pipeline > 1 else self.microbatches,
-            zero=replace(config.zero, stage=self.zero), offload=offload,
+            zero=replace(config.zero, stage=self.zero, within=self.within or config.zero.within), offload=offload,
         )  # fmt: skip
 
     def values(self, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
@@ -201,7 +205,7 @@ class Candidate:
         elif self.microbatches > 1:
             values["gradient_accumulation"] = self.microbatches
         if "zero" not in given and self.zero:
-            values["zero"] = self.zero
+            values["zero"] = {"stage": self.zero, "within": self.within} if self.within else self.zero
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
         if self.offload and "offload" not in given:
@@ -308,7 +312,7 @@ class Space:
 
     def __init__(
         self, config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int, depth: int,
-        dtypes: Sequence[str], uneven: bool = False,
+        dtypes: Sequence[str], uneven: bool = False, node: int | None = None,
     ) -> None:  # fmt: skip
         parallel = given.get("parallel") or {}
         self.parallel = dict(parallel) if isinstance(parallel, Mapping) else {}
@@ -316,6 +320,8 @@ class Space:
         self.dtypes = dtypes
         self.uneven = uneven
         """True if the batch need not split evenly, as where it is all samples that there are."""
+        self.node = ranks if node is None else node
+        """Ranks on a node, within which ZeRO may shard."""
         self._numbers: dict[tuple[int, int], int] = {}
         schedule = given.get("schedule")  # a configuration without a pipeline has none
         self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
@@ -377,22 +383,24 @@ class Space:
         for count in self.counts(mesh):
             for name, chunks in self._schedules(pipeline, count):
                 asked = self._asked(pipeline, count, name, chunks)
-                for zero, again, dtype, (experts, group), order in itertools.product(
-                    self.stages(data), self.recompute, self.dtypes, self.experts(mesh), self._orders(mesh)
+                choices = [(*cut, *zero) for cut in self.experts(mesh) for zero in self.zeros(mesh, cut[1])]
+                for again, dtype, (experts, group, zero, within), order in itertools.product(
+                    self.recompute, self.dtypes, choices, self._orders(mesh)
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts, order, self.offload, asked, group,
+                        experts, order, self.offload, asked, group, within,
                     )  # fmt: skip
 
     def count(self, mesh: MeshShape) -> int:
         """Return the number of candidates on a mesh."""
         key = mesh.data, mesh.pipeline
         if key not in self._numbers:
-            others = len(self.stages(mesh.data)) * len(self.recompute) * len(self.dtypes)
+            others = len(self.recompute) * len(self.dtypes)
             schedules = sum(len(list(self._schedules(mesh.pipeline, n))) for n in self.counts(mesh))
             self._numbers[key] = others * schedules
-        return self._numbers[key] * len(self.experts(mesh)) * len(self._orders(mesh))
+        choices = sum(len(self.zeros(mesh, group)) for _, group in self.experts(mesh))
+        return self._numbers[key] * choices * len(self._orders(mesh))
 
     def counts(self, mesh: MeshShape) -> list[int]:
         """Return the numbers of microbatches that split the batch evenly, or nearly so where it is `uneven`."""
@@ -423,6 +431,18 @@ class Space:
         away = dict(self.offload)  # stages 1 and 2 hold values in buckets, and all but 0 share gradients out
         found = [0] if "gradients" in away else [0, 3] if "parameters" in away else [0, 1, 2, 3]
         return found if data > 1 else [0]
+
+    def zeros(self, mesh: MeshShape, group: int | None = None) -> list[tuple[int, int | None]]:
+        """Return the stages of ZeRO, over all data parallel ranks and within the groups of them that lie on a node.
+
+        Where so many data parallel ranks share experts, these groups are the same.
+        """
+        apart = mesh.width * (1 if group else mesh.pipeline)
+        within = self.node // apart
+        found: list[tuple[int, int | None]] = [(stage, None) for stage in self.stages(mesh.data)]
+        if "zero" in self.given or not 1 < within < mesh.data or mesh.data % within or group not in (None, within):
+            return found
+        return [*found, *((stage, within) for stage, _ in found if stage)]
 
     @cached_property
     def recompute(self) -> list[Any]:

@@ -121,7 +121,7 @@ class Guesses:
         if pipeline not in self._work:
             c = replace(
                 next(self.space.steps(mesh)), data=1, sequence=1, ulysses=1, tensor=TensorConfig(), zero=0,
-                microbatches=pipeline, asked=None, expert_ranks=None,
+                microbatches=pipeline, asked=None, expert_ranks=None, within=None,
             )  # fmt: skip
             spec = resolve(c.apply(self.model.config, pipeline), pipeline)
             work = [sum(self.work[a:b]) for a, b in self.model.cuts(spec)]

@@ -129,7 +129,14 @@ def plan_training(
         )
     model = TracedModel(checked, ranks, found, batch)
     space = Space(
-        checked, given, ranks, model.batch, model.depth, _dtypes(checked, given, found), uneven=model.all_samples
+        checked,
+        given,
+        ranks,
+        model.batch,
+        model.depth,
+        _dtypes(checked, given, found),
+        uneven=model.all_samples,
+        node=model.node,
     )
     search = _Search(model, space, limit, best, exhaustive)
     if not search.candidates:
@@ -416,7 +423,7 @@ class _Search:
             likely = [
                 c for c in steps
                 if c.microbatches == count and (c.zero == zero or len({x.zero for x in steps}) == 1)
-                and c.recompute == recompute and (c.experts, c.expert_ranks) == experts
+                and c.recompute == recompute and (c.experts, c.expert_ranks, c.within) == (*experts, None)
                 and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
             ]  # fmt: skip
             found = [(c, p) for c in likely if (p := self._estimate(c)) is not None]
@@ -758,7 +765,8 @@ def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
 
     def choices(c: Candidate) -> tuple[Any, ...]:
         experts = c.experts, c.expert_ranks
-        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, experts, c.order
+        zero = c.zero, c.within
+        return zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, experts, c.order
 
     if abs(counts.index(a.microbatches) - counts.index(b.microbatches)) > 2:
         return False

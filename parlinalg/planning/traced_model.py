@@ -377,7 +377,8 @@ class TracedModel:
         """Return the setup of one copy of a candidate's model, or of as many as share experts."""
         copies = self.sharing_experts(c)
         one = replace(
-            c, data=copies, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None, expert_ranks=None
+            c, data=copies, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None, expert_ranks=None,
+            within=None,
         )  # fmt: skip
         rows = copies * -(-self.rows(c) // c.data)  # the most of each data parallel rank
         return Setup(one.apply(self.config, rows), copies * one.width, rows, *self._keys(one, rows))
@@ -388,7 +389,8 @@ class TracedModel:
         if int(options.get("num_local_experts", 1)) < 2:
             return 1
         axes = as_cut(options.get("expert_axis", "auto") if c.experts is None else c.expert_axis)
-        group = c.expert_ranks or (self.config.zero.within if c.zero else None) or c.data
+        within = (c.within or self.config.zero.within) if c.zero else None
+        group = c.expert_ranks or within or c.data
         return group if {"data", "auto"} & {*axes} else 1
 
     def layers_of_one_copy(self, c: Candidate) -> list[Part]:
@@ -622,4 +624,4 @@ def _with_fewer(config: TrainingConfig, fewer: int) -> TrainingConfig:
 def _form(c: Candidate) -> tuple[Any, ...]:
     """Return the choices of a candidate on which a layer's trace depends, beside the rows of a microbatch."""
     cut = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
-    return *cut, c.zero, c.recompute, c.dtype, c.experts, c.expert_ranks, c.order
+    return *cut, c.zero, c.within, c.recompute, c.dtype, c.experts, c.expert_ranks, c.order

@@ -1,4 +1,4 @@
-"""Plans of experts that are cut over groups of data parallel ranks."""
+"""Plans of groups of data parallel ranks: those that share experts, and those within which ZeRO shards."""
 
 from __future__ import annotations
 
@@ -187,3 +187,61 @@ def test_a_plan_with_groups_is_written_noted_and_trained(tmp_path):
     assert "experts     cut over 2 data parallel ranks, in 2 groups that hold copies" in done.stdout
     with pytest.raises(PlanError, match="4 ranks cannot be used"):
         pla.plan_training({**GPT, **fixed, "parallel": {**parallel, "experts": 3}}, ranks=4, machine="v100")
+
+
+WIDE = {
+    "name": "gpt", "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "recompute": "attention",
+}  # fmt: skip
+NODES = {
+    "model": WIDE, "data": {"name": "text", "sequence_length": 64}, "dtype": "float32", "batch_size": 32,
+    "parallel": {"pipeline": 1, "sequence": 1, "tensor": 1}, "gradient_accumulation": 1,
+}  # fmt: skip
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("experts", [None, 8])
+def test_zero_may_shard_within_nodes(experts: int | None, tmp_path: Any) -> None:
+    """On two nodes of 8, where values are gathered faster; the answer is that of exhaustive search."""
+    given = {**NODES, "model": {**WIDE, "num_local_experts": experts}} if experts else NODES
+    options = {"ranks": 16, "machine": "v100", "best": 40}
+    found, every = (pla.plan_training(given, **options, exhaustive=e) for e in (False, True))
+    assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in every.best]
+    assert found.proven
+    assert {(p.candidate.zero, p.candidate.within) for p in every.best} == {
+        (0, None), *((zero, within) for zero in (1, 2, 3) for within in (None, 8)),
+    }  # fmt: skip
+    assert all(p.candidate.expert_ranks in (None, 8) for p in every.best if p.candidate.within)
+    best = {p.candidate.within: p for p in reversed(every.best) if p.candidate.zero == 3}
+    assert experts or best[8].seconds < best[None].seconds
+    assert best[8].across < best[None].across
+    bounds = Bounds(TracedModel(load(given), 16, load_machine("v100"), 32))
+    for p in every.best:
+        assert bounds.static_seconds(p.candidate) <= bounds.seconds(p.candidate) <= p.seconds, p.candidate
+        assert max(bounds.static_memory(p.candidate), bounds.within(p.candidate, p.bytes)[1]) <= p.bytes, p.candidate
+    made = replace(every, best=(best[8],))
+    assert "ZeRO 3 within groups of 8" in made.explain()
+    assert made.configuration["zero"] == {"stage": 3, "within": 8}
+    made.write(tmp_path / "best.py")
+    assert resolve(load(tmp_path / "best.py"), 16) == resolve(best[8].config, 16)
+    assert Candidate.from_note(json.loads(json.dumps(best[8].candidate.note()))) == best[8].candidate
+
+
+def test_groups_within_a_node_are_those_of_neighbours():
+    def groups(parallel: dict[str, int], ranks: int = 64, **more: Any) -> set[tuple[int | None, int | None]]:
+        given = {**GPT, "parallel": {"sequence": 1, **parallel}, **more}
+        made = Space(load(given), given, ranks, 64, 8, [""], node=8)
+        assert len(made) == len(list(made))
+        return {(c.expert_ranks, c.within) for c in made if c.zero}
+
+    plain = {**MODEL, "num_local_experts": 1}
+    tensor = {"size": 2, "mode": "1d"}
+    assert groups({"pipeline": 1, "tensor": 1}, model=plain) == {(None, None), (None, 8)}
+    assert groups({"pipeline": 1, "tensor": tensor}, model=plain) == {(None, None), (None, 4)}
+    assert groups({"pipeline": 4, "tensor": 1}, model=plain) == {(None, None), (None, 2)}
+    assert groups({"pipeline": 8, "tensor": 1}, model=plain) == {(None, None)}
+    assert groups({"pipeline": 1, "tensor": 1}, 8, model=plain) == {(None, None)}
+    assert groups({"pipeline": 1, "tensor": 1}, model=plain, zero={"stage": 2, "within": 4}) == {(None, None)}
+    both = {(group, None) for group in (None, 2, 4)}
+    assert groups({"pipeline": 1, "tensor": tensor}) == both | {(None, 4), (4, 4)}
+    assert groups({"pipeline": 4, "tensor": tensor}) == both | {(4, 4)}, "its stages are outside of them"
