@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import parlinalg as pla
+from parlinalg import nn
 from parlinalg.errors import PlanError
+from parlinalg.parallel import WeightGatherer
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import Candidate, MeshShape, Space
 from parlinalg.planning.guesses import Guesses
@@ -18,6 +20,7 @@ from parlinalg.planning.machine import load_machine
 from parlinalg.planning.predictor import Predictor
 from parlinalg.planning.traced_model import TracedModel
 from parlinalg.train.config import TensorConfig, load
+from parlinalg.train.initialize import reducer_for
 from parlinalg.train.mesh import resolve
 from tests.launching import launch
 
@@ -245,3 +248,16 @@ def test_groups_within_a_node_are_those_of_neighbours():
     both = {(group, None) for group in (None, 2, 4)}
     assert groups({"pipeline": 1, "tensor": tensor}) == both | {(None, 4), (4, 4)}
     assert groups({"pipeline": 4, "tensor": tensor}) == both | {(4, 4)}, "its stages are outside of them"
+
+
+def test_weights_of_experts_at_work_stay_cut_by_their_axis():
+    """ZeRO's stage 3 gathers them over the ranks that hold a copy; a block's bytes were counted as of all experts."""
+    config = load({"parallel": {"data": 4, "experts": 2}, "zero": 3})
+    spec = resolve(config, 4)
+    with pla.imagine(4):
+        model = nn.MixtureOfExperts(16, 32, 4, spec.scheme, pla.Grid(spec.axes), axis="data", bias=False, seed=0)
+        reducer_for(config, model.grid, model)
+        gatherer = model.expand.storage.gatherer
+        assert isinstance(gatherer, WeightGatherer)
+        assert model.expand.block.nbytes == 2 * 8 * 32 * 4
+        assert gatherer.at_work([model.expand]) == 2 * 16 * 32 * 4
