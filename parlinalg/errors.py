@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from types import FrameType
 
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of parlinalg's own code."""
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\](numpy|scipy)?(?![^/\\])")
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 class ParlinalgError(Exception):
@@ -59,16 +62,27 @@ class ValuesNeeded(ParlinalgError, TypeError):
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return `file:line` of the innermost frame outside parlinalg, or of the outermost frame if all are inside."""
-    last = "an unknown line"
+    """Return `file:line` of the innermost frame outside parlinalg, NumPy, SciPy and the standard library.
+
+    If there is none, it is the innermost frame outside parlinalg, or the outermost frame if all are inside.
+    """
+    last, outside = "an unknown line", ""
     here = os.getcwd() + os.sep
     while frame is not None:
         name = frame.f_code.co_filename
         last = f"{name.removeprefix(here)}:{frame.f_lineno}"
         if not name.startswith((PACKAGE, "<frozen ")):
-            return last
+            if not _of_a_library(name):
+                return last
+            outside = outside or last
         frame = frame.f_back
-    return last
+    return outside or last
+
+
+def _of_a_library(name: str) -> bool:
+    """Return True if a file is NumPy's, SciPy's or the standard library's."""
+    package = _PACKAGES.search(name)
+    return name.startswith(_STANDARD_LIBRARY) if package is None else package[1] is not None
 
 
 def enumerated(words: Sequence[str]) -> str:

@@ -33,23 +33,22 @@ class Owners:
         The other dims.
     """
 
-    def __init__(self, a: DistArray, dims: Sequence[int]) -> None:
-        sizes = a.grid.sizes
-        self.a, self.dims = a, list(dims)
-        self.rest = [d for d in range(a.ndim) if d not in dims]
-        cutting = {x for d in dims for x in a.layout.dims[d] if sizes[x] > 1}
-        self.axes: Cut = tuple(x for x in a.grid.axes if x in cutting)
-        self.shape = tuple(a.shape[d] for d in dims)
+    def __init__(self, grid: Grid, layout: Layout, shape: Shape, dims: Sequence[int]) -> None:
+        self.grid, self.layout, self.whole, self.dims = grid, layout, shape, list(dims)
+        self.rest = [d for d in range(len(shape)) if d not in dims]
+        cutting = {x for d in dims for x in layout.dims[d] if grid.sizes[x] > 1}
+        self.axes: Cut = tuple(x for x in grid.axes if x in cutting)
+        self.shape = tuple(shape[d] for d in dims)
 
     def split(self, numbers: np.ndarray) -> np.ndarray:
         """Return for each element (its number in C order over the indexed dims) the rank among `axes` that holds it."""
-        sizes = self.a.grid.sizes
+        sizes = self.grid.sizes
         strides = {x: span_of(self.axes[i + 1 :], sizes) for i, x in enumerate(self.axes)}
         dtype = _short(span_of(self.axes, sizes))
         owner = np.zeros(numbers.shape, dtype)
         for d, index in zip(self.dims, self._indices(numbers), strict=True):
-            cut = tuple(x for x in self.a.layout.dims[d] if sizes[x] > 1)
-            stops = np.cumsum(cut_lengths(self.a.shape[d], cut, sizes))
+            cut = tuple(x for x in self.layout.dims[d] if sizes[x] > 1)
+            stops = np.cumsum(cut_lengths(self.whole[d], cut, sizes))
             rank, left = np.zeros(len(stops), dtype), np.arange(len(stops))
             for axis in reversed(cut):
                 left, at = np.divmod(left, sizes[axis])
@@ -64,7 +63,7 @@ class Owners:
 
     def local(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the index arrays of this rank's block for elements that lie there."""
-        starts = [r.start for r in self.a.grid.block(self.a.layout, self.a.shape)]
+        starts = [r.start for r in self.grid.block(self.layout, self.whole)]
         return tuple(i - starts[d] if starts[d] else i for d, i in zip(self.dims, self._indices(numbers), strict=True))
 
     def _indices(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -72,9 +71,9 @@ class Owners:
             return (numbers,)
         return np.unravel_index(numbers, self.shape) if numbers.size else (numbers,) * len(self.dims)
 
-    def front(self) -> Any:
+    def front(self, block: Any) -> Any:
         """Return this rank's block with the indexed dims first."""
-        return self.a.block.transpose((*self.dims, *self.rest))
+        return block.transpose((*self.dims, *self.rest))
 
 
 def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape, *, looked_up: bool) -> np.ndarray:
@@ -87,7 +86,7 @@ def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Sha
     IndexError
         On all ranks, if an index is out of bounds on any.
     """
-    grid = owners.a.grid
+    grid = owners.grid
     held = tuple(slice(r.start, r.stop) for r in grid.block(layout, shape)) if grid.inside else ()
     number: np.ndarray | None = None
     problem = ""
@@ -122,7 +121,7 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
     grid = a.grid
     if a.layout.partial:
         a = a.summed()
-    owners = Owners(a, dims)
+    owners = Owners(grid, a.layout, a.shape, dims)
     shape = broadcast_shape([v.shape for v in arrays], "index arrays", IndexError)
     taken = {x for d in owners.rest for x in a.layout.dims[d]}
     given: list[Cut] = [()] * len(shape)
@@ -140,7 +139,7 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
     numbers = numbered(owners, arrays, index, shape, looked_up=all(shape))
     if not grid.inside:
         return DistArray(grid.backend.zeros(grid.block_shape(layout, full), a.dtype), full, layout, grid)
-    front = owners.front()
+    front = owners.front(a.block)
     held = front.shape[len(owners.dims) :]
     if not owners.axes:
         rows = _rows(front, owners.local(numbers), grid)
@@ -149,12 +148,15 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
     out = grid.backend.empty((len(numbers), *held), a.dtype)
     most = math.prod(index.block_shape(shape, grid.sizes, dict.fromkeys(grid.sizes, 0)))
     step = max(1, piece_size(most * max(1, width)) // max(1, width))
-    for start in range(0, most, step):
+    starts = range(0, most, step)
+    requests = imagined_requests(owners, arrays, index, shape, numbers) if comm.imagined else []
+    for i, start in enumerate(starts):
         part, goal = numbers[start : start + step], out[start : start + step]
         shares = by_owner(owners.split(part), comm.size)
         own, shares[comm.rank] = shares[comm.rank], shares[comm.rank][:0]
         order, counts = np.concatenate(shares), [len(share) for share in shares]
-        asked, received = trade(comm, part[order], counts)
+        here = [np.array_split(each, len(starts))[i] for each in requests]
+        asked, received = trade(comm, part[order], counts, here)
         rows = _rows(front, owners.local(asked), grid)
         got = grid.backend.empty((len(order), *held), a.dtype)
         comm.all_to_all(rows, [int(n) * width for n in received], got, [int(n) * width for n in counts])
@@ -187,17 +189,57 @@ def by_owner(owner: np.ndarray, ranks: int) -> list[np.ndarray]:
     return np.split(np.argsort(short, kind="stable"), np.cumsum(np.bincount(short, minlength=ranks))[:-1])
 
 
-def trade(comm: Any, values: np.ndarray, counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Send each rank its run of `values`; return what came, by rank, and how much from each."""
+def imagined_requests(
+    owners: Owners, arrays: Sequence[Index], index: Layout, shape: Shape, numbers: np.ndarray, *, own: bool = False
+) -> list[np.ndarray]:
+    """Return the numbers of this rank's elements that each rank among `owners.axes` asks for, if ranks are imagined.
+
+    An index that all ranks have tells what they ask for.  Of a distributed one only this rank's part is known: each
+    rank is taken to ask for those of this rank's elements that this rank asks for.
+
+    Parameters
+    ----------
+    index : Layout
+        Of the index's dims.
+    numbers : array of int
+        The elements that this rank's part of the index chooses.
+    own : bool
+        True if a rank sends requests to itself too.
+    """
+    grid, comm = owners.grid, owners.grid.comm(owners.axes)
+    if any(isinstance(each, DistArray) for each in arrays):
+        found = [numbers[owners.split(numbers) == comm.rank]] * comm.size
+    else:
+        every = numbered(owners, arrays, Layout(*[None] * len(shape)), shape, looked_up=False)
+        here = np.flatnonzero(owners.split(every) == comm.rank)
+        places = Owners(grid, index, shape, range(len(shape)))
+        if places.axes == owners.axes:
+            found = [every[here[share]] for share in by_owner(places.split(here), comm.size)]
+        else:  # one element, for which all ask
+            found = [every[here]] * comm.size
+    return [each if own or rank != comm.rank else each[:0] for rank, each in enumerate(found)]
+
+
+def trade(
+    comm: Any, values: np.ndarray, counts: Sequence[int] | np.ndarray, imagined: Sequence[np.ndarray] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Send each rank its run of `values`; return what came, by rank, and how much from each.
+
+    From ranks that are imagined comes what `imagined` has for each.
+    """
     sent = np.array(counts, np.int64)
     received = np.empty_like(sent)
     ones = [1] * comm.size
     comm.all_to_all(sent, ones, received, ones)
+    if imagined:
+        received[:] = [len(each) for each in imagined]
     got = np.empty((int(received.sum()), *values.shape[1:]), values.dtype)
     width = math.prod(values.shape[1:])
     comm.all_to_all(
         np.ascontiguousarray(values), [int(n) * width for n in sent], got, [int(n) * width for n in received]
     )
+    if imagined:
+        got[:] = np.concatenate(imagined)
     return got, received
 
 
@@ -221,7 +263,7 @@ def store(
         As of `numbered`.
     """
     grid = a.grid
-    owners = Owners(a, dims)
+    owners = Owners(grid, a.layout, a.shape, dims)
     shape = broadcast_shape([v.shape for v in arrays], "index arrays", IndexError)
     lined = (owners.axes, *[()] * (len(shape) - 1)) if shape else ()
     index = Layout(*lined)
@@ -234,7 +276,7 @@ def store(
     numbers = numbered(owners, arrays, index, shape, looked_up=looked_up)
     if not grid.inside:
         return
-    front = owners.front()
+    front = owners.front(a.block)
     held = front.shape[len(owners.dims) :]
     rows = None
     if isinstance(value, DistArray):
@@ -244,7 +286,8 @@ def store(
         comm, width = grid.comm(owners.axes), math.prod(held)
         shares = by_owner(owners.split(numbers), comm.size)
         order, counts = np.concatenate(shares), [len(share) for share in shares]
-        numbers, received = trade(comm, numbers[order], counts)
+        requests = imagined_requests(owners, arrays, index, shape, numbers, own=True) if comm.imagined else []
+        numbers, received = trade(comm, numbers[order], counts, requests)
         if rows is not None:
             sent = grid.backend.xp.ascontiguousarray(rows[on_device(order, grid.backend)])
             rows = grid.backend.empty((len(numbers), *held), a.dtype)
@@ -256,7 +299,7 @@ def store(
         last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
         numbers, rows = numbers[last], rows[on_device(last, grid.backend)]
     a.writable()
-    front, here = owners.front(), tuple(on_device(i, grid.backend) for i in owners.local(numbers))
+    front, here = owners.front(a.block), tuple(on_device(i, grid.backend) for i in owners.local(numbers))
     written = value if rows is None else rows
     if add:
         _add_at(grid.backend, front, here, written)

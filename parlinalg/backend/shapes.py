@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -105,13 +105,26 @@ class WhatIf:
     triangular: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("finite", "conditioned", "hermitian", "triangular"):
+            if not isinstance(given := getattr(self, name), bool | np.bool_):
+                raise ConfigError(f"{name}={given!r} should be True or False")
+        for name in ("norm", "number", "selected", "condition"):
+            if not _is_number(given := getattr(self, name)):
+                raise ConfigError(f"{name}={given!r} should be a number")
+        for name in ("token", "iterations", "refinements", "balancing"):
+            if isinstance(given := getattr(self, name), bool) or not isinstance(given, SupportsIndex):
+                raise ConfigError(f"{name}={given!r} should be a whole number")
+        if not self.norm >= 0:
+            raise ConfigError(f"norm={self.norm} should be at least 0")
+        if self.token < 0:
+            raise ConfigError(f"token={self.token} should be at least 0")
         if not isinstance(self.routing, str):
-            load = tuple(map(float, self.routing))
-            if not load or min(load) < 0 or not 0 < sum(load) < math.inf:
+            load = tuple(self.routing) if isinstance(self.routing, Iterable) else ()
+            if not load or not all(map(_is_number, load)) or min(load) < 0 or not 0 < sum(load) < math.inf:
                 raise ConfigError(
                     f"routing={self.routing!r} should be 'even' or the experts' loads, numbers of at least 0"
                 )
-            object.__setattr__(self, "routing", load)
+            object.__setattr__(self, "routing", tuple(map(float, load)))
         elif self.routing != "even":
             raise ConfigError(
                 f"routing={self.routing!r} is not known; what can be assumed is 'even', or loads of experts"
@@ -126,6 +139,11 @@ class WhatIf:
             raise ConfigError(f"selected={self.selected} should be a fraction, from 0 to 1")
         if not 1 <= self.condition < math.inf:
             raise ConfigError(f"condition={self.condition} should be a finite number of at least 1")
+
+
+def _is_number(value: object) -> bool:
+    """Return True if a value is a real number."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool | str | ShapeArray)
 
 
 class Recorder(Protocol):
@@ -178,6 +196,8 @@ class ShapesBackend:
             raise ConfigError(
                 f"target={target!r} cannot be imagined; a target is one of {', '.join(map(repr, TARGETS))}"
             )
+        if what_if is not None and not isinstance(what_if, WhatIf):
+            raise ConfigError(f"what_if={what_if!r} should be a pla.WhatIf, such as pla.WhatIf(norm=1.0, number=2.5)")
         self.target, self.what_if = target, what_if
         self.device = f"no device (an imagined {target.upper()})"
         self.host_memory = self.cpu = self.adds_products = target == "cpu"

@@ -45,7 +45,7 @@ def within(world: ImaginedComm) -> Iterator[ImaginedComm]:
 
 
 class EndedError(CommError):
-    """The error of an imagined rank that waits for another one, whose program has ended."""
+    """The error of an imagined rank that waits for what will not come, as when another one's program has ended."""
 
 
 class Representatives:
@@ -58,13 +58,16 @@ class Representatives:
     """
 
     def __init__(self, stands: Sequence[int]) -> None:
-        self.stands = tuple(stands)
+        self.stands, self._count = tuple(stands), len({*stands})
         self._changed = threading.Condition()
         self._values: dict[Hashable, dict[int, Any]] = {}
         self._sent: dict[Hashable, deque[np.ndarray]] = {}
         self._passed: dict[Hashable, list[np.ndarray]] = {}
         """By communicator, sender and distance: all messages, for receivers from ranks that the sender stands for."""
         self._left: set[int] = set()
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        """By rank, what it waits for: whether that is there, and a text."""
+        self._stuck: str | None = None
 
     def leave(self, rank: int) -> None:
         """Note that a representative's program has ended; ranks that still wait for it get an error."""
@@ -72,7 +75,9 @@ class Representatives:
             self._left.add(rank)
             self._changed.notify_all()
 
-    def exchange(self, key: Hashable, rank: int, members: Sequence[int], value: Any) -> list[Any]:
+    def exchange(
+        self, key: Hashable, rank: int, members: Sequence[int], value: Any, axes: tuple[str, ...] = ()
+    ) -> list[Any]:
         """Return the values of all members, those of the ranks that stand for them; waits for these."""
         wanted = list(dict.fromkeys(self.stands[m] for m in members))
         if absent := [m for m in wanted if m not in members]:
@@ -85,8 +90,9 @@ class Representatives:
             values[rank] = value
             self._changed.notify_all()
             self._await(
-                lambda: all(m in values for m in wanted), [m for m in wanted if m not in values], f"share {key}"
-            )
+                rank, lambda: all(m in values for m in wanted), [m for m in wanted if m not in values],
+                f"share over {axes or 'all ranks'} with the ranks {wanted[:8]}",
+            )  # fmt: skip
         return [values[self.stands[m]] for m in members]
 
     def put(self, place: Hashable, sender: int, to: int, tag: int, block: np.ndarray) -> None:
@@ -98,29 +104,55 @@ class Representatives:
             self._changed.notify_all()
 
     def get_alike(
-        self, place: Hashable, stand: int, distance: int, number: int, whom: int, block: np.ndarray
-    ) -> None:  # fmt: skip
+        self, rank: int, place: Hashable, stand: int, distance: int, number: int, whom: int, block: np.ndarray
+    ) -> None:
         """Receive message `number` that rank `stand` of a communicator sends over a distance; waits for it.
 
         It takes the place of the message of a sender that is not imagined.  `whom` is the stand's rank in the world.
         """
         with self._changed:
             passed = self._passed.setdefault((place, stand, distance), [])
-            self._await(lambda: len(passed) > number, [whom], f"a message from rank {whom}, which stands for others")
+            what = f"a message from rank {whom}, which stands for others"
+            self._await(rank, lambda: len(passed) > number, [whom], what)
             block.reshape(-1)[:] = passed[number].reshape(-1).view(block.dtype)
 
-    def get(self, key: Hashable, source: int, block: np.ndarray) -> None:
+    def get(self, rank: int, key: Hashable, source: int, block: np.ndarray) -> None:
         """Receive a block of values; waits for it."""
         with self._changed:
             queue = self._sent.setdefault(key, deque())
-            self._await(lambda: bool(queue), [source], f"a message from rank {source}")
+            self._await(rank, lambda: bool(queue), [source], f"a message from rank {source}")
             block.reshape(-1)[:] = queue.popleft().reshape(-1).view(block.dtype)
 
-    def _await(self, there: Callable[[], bool], whom: Sequence[int], what: str) -> None:
-        while not there():
-            if gone := [m for m in whom if m in self._left]:
-                raise EndedError(f"{what}: the program of rank {gone[0]} has ended without it")
-            self._changed.wait(1.0)
+    def _await(self, rank: int, there: Callable[[], bool], whom: Sequence[int], what: str) -> None:
+        """Wait until something is there for a rank.
+
+        Raises
+        ------
+        EndedError
+            If it will never be: a program that it comes from has ended, or all ranks wait for each other.
+        """
+        self._waiting[rank] = there, what
+        try:
+            while not there():
+                if self._stuck is None and (gone := [m for m in whom if m in self._left]):
+                    raise EndedError(
+                        f"rank {rank} waits for {what}: the program of rank {gone[0]} has ended without it"
+                    )
+                if self._stuck is None and self._all_wait():
+                    first = list(self._waiting.items())[:8]
+                    ends = "; ".join(f"rank {r} waits for {text}" for r, (_, text) in first)
+                    self._stuck = f"the imagined ranks would wait for ever: {ends}"
+                    self._changed.notify_all()
+                if self._stuck is not None:
+                    raise EndedError(self._stuck)
+                self._changed.wait(1.0)
+        finally:
+            del self._waiting[rank]
+
+    def _all_wait(self) -> bool:
+        """Return True if all ranks whose programs go on wait for what is not there."""
+        waiting = self._waiting.values()
+        return len(waiting) + len(self._left) == self._count and not any(arrived() for arrived, _ in waiting)
 
 
 class ImaginedHandle(Handle):
@@ -273,10 +305,11 @@ class ImaginedComm(Comm):
         if self.together is not None and isinstance(buffer, np.ndarray):
             together, key, whom = self.together, (self._place, source, self.rank, tag), self.world_ranks[source]
             if together.stands[whom] == whom:
-                arrives = partial(together.get, key, whom, buffer)
+                arrives = partial(together.get, self.world_ranks[self.rank], key, whom, buffer)
             elif (stand := self._stand_of(source)) is not None:
                 arrives = partial(
-                    together.get_alike, self._place, stand, self.rank - source, self._received[source],
+                    together.get_alike, self.world_ranks[self.rank], self._place, stand,
+                    self.rank - source, self._received[source],
                     self.world_ranks[stand], buffer,
                 )  # fmt: skip
                 self._received[source] += 1
@@ -316,12 +349,13 @@ class ImaginedComm(Comm):
         if self.size > 1 and others != "alike" and self.together is not None:
             self._shares += 1
             key = (self._place, self._shares)
-            found = self.together.exchange(key, self.world_ranks[self.rank], self.world_ranks, payload)
+            found = self.together.exchange(key, self.world_ranks[self.rank], self.world_ranks, payload, self.axes)
             return _parsed(found)
         if self.size > 1 and others != "alike":
             raise values_needed(
                 f"share over {self.axes or 'all ranks'} of what differs by rank",
-                "imagine these ranks together (parlinalg.imagine_together), or give others= as a function of the rank",
+                "imagine these ranks together, by pla.imagine_together(program, ranks, classes=...), with "
+                "classes=lambda rank: 0 if all are alike; or give share others= as a function of the rank",
             )
         return _parsed([payload] * self.size)
 

@@ -105,9 +105,12 @@ class World:
         Yields
         ------
         Trace
-            It begins with what the rank holds, by category.
+            It begins with what the rank holds, by category.  Of ranks that are imagined together it says for which
+            others the rank stands.
         """
-        trace = Trace(self.rank, self.size)
+        together = self.comm.together
+        alike = () if together is None else tuple(r for r, by in enumerate(together.stands) if by == self.rank)
+        trace = Trace(self.rank, self.size, stands_for=alike)
         trace.events += [Memory(category, n) for category, n in self.device.live.items() if n]
         before, self.device.recorder = self.device.recorder, TraceRecorder(trace)
         try:

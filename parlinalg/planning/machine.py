@@ -125,13 +125,16 @@ def rate_of_kernel(where: str, value: Any) -> float | tuple[tuple[float, float],
     if isinstance(value, list) and value:
         rows: tuple[tuple[float, float], ...] = rising(number(1, 1e15, "elements"), rate)(where, value)
         return rows
+    if isinstance(value, list):
+        raise wrong(where, value, "a number, elements a second, or rows of elements and the rate at so many")
     found: float = rate(where, value)
     return found
 
 
-RATE = number(1e6, 1e18, "floating-point operations a second of a rank", above=True)
-BYTES = number(1e3, 1e15, "bytes a second", above=True)
-DISK_BYTES = number(1e4, 1e12, "bytes a second of a disk")
+RATE = number(1e6, 1e18, "floating-point operations a second of a rank", above=True, such="1.65e14 for 165 TFLOP/s")
+BYTES = number(1e3, 1e15, "bytes a second", above=True, such="3.1e9 for 25 Gbit/s")
+DISK_BYTES = number(1e4, 1e12, "bytes a second of a disk", such="2e9 for 2 GB/s")
+LATENCY = number(0.0, 1.0, "seconds", such="5e-6 for 5 µs")
 SECONDS = number(0.0, 10.0, "seconds")
 POSITIVE = number(0.0, 10.0, "seconds", above=True)
 SHARE = number(1e-6, 1.0, "a share of the bandwidth")
@@ -157,7 +160,10 @@ class GemmRate:
         "m, n and k at which the rate is a half", (0.0, 0.0, 0.0),
     )  # fmt: skip
     tiles: tuple[tuple[int, int, float], ...] = key(
-        points(whole(1, 1 << 16, "rows of a tile"), whole(1, 1 << 16, "columns of a tile"), SHARE),
+        points(
+            whole(1, 1 << 16, "rows of a tile"), whole(1, 1 << 16, "columns of a tile"),
+            number(1e-6, 1.0, "a share of the rate"),
+        ),
         "rows m, n, share of the rate: the tiles of a result that a processor of the device computes at a time", (),
     )  # fmt: skip
     units: int = key(whole(1, 1 << 16, "processors"), "the processors of the device, each with a tile at a time", 1)
@@ -209,11 +215,11 @@ class FusedAttention:
 class Kernels:
     """Operations on blocks that are no products."""
 
-    overhead: float = key(SECONDS, "seconds of an operation beside its work: the interpreter, the launch")
+    overhead: float = key(LATENCY, "seconds of an operation beside its work: the interpreter, the launch")
     bandwidth: float = key(BYTES, "bytes read and written a second where blocks are large")
     source: str = key(word(), "where the figures are from")
-    call: float = key(SECONDS, "seconds of one of the calls of a batched product beside its work", 0.0)
-    floor: float = key(SECONDS, "the least seconds of a kernel or a product on a device", 0.0)
+    call: float = key(LATENCY, "seconds of one of the calls of a batched product beside its work", 0.0)
+    floor: float = key(LATENCY, "the least seconds of a kernel or a product on a device", 0.0)
     asynchronous: bool = key(
         boolean, "true if the host launches operations ahead of the device, which hides the overhead", False
     )
@@ -226,7 +232,7 @@ class Kernels:
         "elements a second, as measured with what they read and write", MappingProxyType({}),
     )  # fmt: skip
     piece: float | None = key(
-        SECONDS,
+        LATENCY,
         "of copies that follow each other, as of the pieces of a block, the seconds of each but the first beside its "
         "bytes, at most the overhead; left out, each takes the overhead",
         None,
@@ -263,7 +269,7 @@ class Algorithm:
     """A way to carry out a collective operation: `latency` a step, and the bytes at a share of the bandwidth."""
 
     steps: str = key(word(*STEPS), "the messages one after the other among p ranks, as a word")
-    latency: float = key(SECONDS, "seconds of a step")
+    latency: float = key(LATENCY, "seconds of a step")
     efficiency: float = key(
         number(1e-6, 2.0, "a share of the bandwidth"),
         "the share of the link's bandwidth that long messages reach, of what a rank receives without a switch "
@@ -311,7 +317,7 @@ class Link:
     share it.
     """
 
-    latency: float = key(SECONDS, "seconds of a short message")
+    latency: float = key(LATENCY, "seconds of a short message")
     bandwidth: float = key(BYTES, "bytes a second each way of one rank, or of one network interface")
     rails: int = key(RANKS, "ranks of a node that can have this bandwidth at once; the node's network interfaces")
     source: str = key(word(), "where the figures are from")
@@ -781,7 +787,9 @@ def load_machine(name: str | PathLike[str] | Machine) -> Machine:
     path = Path(text)
     if path.suffix != ".toml" and path.name == text:
         if text not in machines():
-            near = difflib.get_close_matches(text, machines(), 1)
+            near = difflib.get_close_matches(text.lower(), machines(), 1)
+            file = f"{text}.toml"
+            near = [file] if text and Path(file).is_file() else near
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
                 f"there is no machine {text!r}{hint}: shipped are {', '.join(machines())}; a path of a file ends with "
@@ -798,7 +806,7 @@ def load_machine(name: str | PathLike[str] | Machine) -> Machine:
 def parse_machine(text: str | bytes, name: str = "machine.toml") -> Machine:
     """Return the machine that a text in TOML describes; `name` stands before the keys in messages."""
     try:
-        found = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
+        found = tomllib.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{name} is no TOML: {error}") from None
     except RecursionError:

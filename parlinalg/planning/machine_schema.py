@@ -20,9 +20,10 @@ def wrong(where: str, value: object, right: str) -> ConfigError:
     return ConfigError(f"{where} = {brief(value)}: it should be {right}")
 
 
-def number(low: float, high: float, what: str, *, above: bool = False) -> Check:
-    """Return a check of a number from `low` (`above`: not `low` itself) to `high`."""
+def number(low: float, high: float, what: str, *, above: bool = False, such: str = "") -> Check:
+    """Return a check of a number from `low` (`above`: not `low` itself) to `high`; `such` is an example."""
     bounds = f"{'more than' if above else 'at least'} {low:g} and at most {high:g}"
+    bounds += f", such as {such}" if such else ""
 
     def check(where: str, value: Any) -> float:
         infinite = isinstance(value, float) and not math.isfinite(value)  # a whole number may be beyond the floats
@@ -149,10 +150,11 @@ def read(kind: type[T], where: str, value: Any) -> T:
     ConfigError
         If a key is missing, unknown, or has a wrong value; it names the file, the key, the value and what is right.
     """
-    if not isinstance(value, dict):
-        raise wrong(where, value, "a table")
-    inside = f"{where} " if where.endswith(":") else f"{where}."
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(value, dict):
+        raise wrong(where, value, f"a table with keys among {', '.join(known)}")
+    top = where.endswith(":")
+    inside = f"{where} " if top else f"{where}."
     for name in value:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -163,7 +165,9 @@ def read(kind: type[T], where: str, value: Any) -> T:
         if name in value:
             made[name] = f.metadata["check"](f"{inside}{name}", value[name])
         elif f.default is MISSING and f.default_factory is MISSING:
-            raise ConfigError(f"{inside}{name} is missing: {f.metadata['doc']}")
+            doc = f.metadata["doc"]
+            place = "; it stands above the first [table]" if top and not doc.startswith("a table") else ""
+            raise ConfigError(f"{inside}{name} is missing: {doc}{place}")
     return kind(**made)
 
 

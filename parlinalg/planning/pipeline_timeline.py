@@ -9,11 +9,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, SharedCores, simulate
-from parlinalg.planning.machine import Machine
+from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.timeline import Timeline, speed_beside, timeline
 from parlinalg.planning.trace import Trace
 
@@ -40,8 +41,9 @@ class Stage:
 
 
 def pipeline_timeline(
-    schedule: Schedule, stages: Sequence[Stage], machine: Machine, *, reduce: Sequence[Trace] = (),
-    step: Sequence[Trace] = (), places: Sequence[Sequence[int]] | None = None, on_node: int | None = None,
+    schedule: Schedule, stages: Sequence[Stage], machine: Machine | str | PathLike[str], *,
+    reduce: Sequence[Trace] = (), step: Sequence[Trace] = (), places: Sequence[Sequence[int]] | None = None,
+    on_node: int | None = None,
     timed: Callable[[Trace, bool], Timeline] | None = None,
 ) -> Timeline:  # fmt: skip
     """Return the run of a pipeline's step, by the simulation of its schedule with the traced times of its stages.
@@ -51,7 +53,8 @@ def pipeline_timeline(
     schedule : Schedule
     stages : sequence of Stage
         One a stage of the schedule.
-    machine : Machine
+    machine : Machine, str or path
+        As in `timeline`.
     reduce, step : sequence of Trace
         By pipeline rank, the reduction of the gradients and the update after the last microbatch; none: no time.
     places : sequence of sequence of int, optional
@@ -65,7 +68,7 @@ def pipeline_timeline(
     Raises
     ------
     ConfigError
-        If there is not one of each for every stage or rank.
+        If there is not one of each for every stage or rank, or no such machine.
     """
     for name, given, count, of in (
         ("stages", stages, schedule.stages, "stage"), ("reduce", reduce, schedule.ranks, "pipeline rank"),
@@ -73,7 +76,7 @@ def pipeline_timeline(
     ):  # fmt: skip
         if len(given) != count and (given or name == "stages"):
             raise ConfigError(f"{len(given)} traces {name}: {schedule.name} takes {count}, one for each {of}")
-    size = stages[0].forward.size
+    machine, size = load_machine(machine), stages[0].forward.size
     width = max(1, size // schedule.ranks)
     places = [range(r * width, (r + 1) * width) for r in range(schedule.ranks)] if places is None else places
     node = min(size, machine.ranks_per_node if on_node is None else on_node)

@@ -21,12 +21,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from os import PathLike
 from typing import Any, NamedTuple
 
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline import drawing
 from parlinalg.pipeline.simulate import Simulation
-from parlinalg.planning.machine import OFFLOADS, Machine, Transfer
+from parlinalg.planning.machine import OFFLOADS, Machine, Transfer, load_machine
 from parlinalg.planning.trace import Attention, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 COMPUTED = ("products", "other kernels")
@@ -277,8 +278,9 @@ def _merged(found: Iterable[Interval], least: float) -> list[tuple[float, float,
 
 # ------------------------------------------------------------------------------------------------ a run of traces
 def timeline(
-    traces: Sequence[Trace] | Trace, machine: Machine, *, on_node: int | None = None, pending: bool = False
-) -> Timeline:
+    traces: Sequence[Trace] | Trace, machine: Machine | str | PathLike[str], *, on_node: int | None = None,
+    pending: bool = False,
+) -> Timeline:  # fmt: skip
     """Return the run of traces on a machine.
 
     Parameters
@@ -286,7 +288,8 @@ def timeline(
     traces : sequence of Trace
         Of one rank, or of a representative of each class of ranks that differ.  Operations of several representatives'
         classes wait for all of them; others begin at once, as ranks of one class are at the same place.
-    machine : Machine
+    machine : Machine, str or path
+        A machine, the name of a shipped one, or its file.
     on_node : int, optional
         Ranks of the world on a node, by default the machine's; ranks are placed node by node.
     pending : bool
@@ -296,7 +299,7 @@ def timeline(
     Raises
     ------
     ConfigError
-        If a rank waits for what was not started, or for what another one never starts.
+        If a rank waits for what was not started, or for what another one never starts, or there is no such machine.
 
     Examples
     --------
@@ -311,6 +314,7 @@ def timeline(
     size = given[0].size
     if any(trace.size != size for trace in given):
         raise ConfigError(f"traces of worlds of {sorted({t.size for t in given})} ranks: give those of one world")
+    machine = load_machine(machine)
     on_node = min(size, machine.ranks_per_node if on_node is None else on_node)
     return _Run(given, machine, on_node, pending).result()
 
@@ -397,6 +401,7 @@ class _Run:
         self.calls_cost = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
         self.traces = traces
+        self.number_of = {trace.rank: i for i, trace in enumerate(traces)}  # others' messages are in no trace
         self.of_class: dict[int, int] = {}
         for i, trace in enumerate(traces):
             self.of_class |= dict.fromkeys((*trace.stands_for, trace.rank), i)
@@ -718,7 +723,7 @@ class _Run:
         """Return what the calls of all ranks of an operation have in common, its representatives, and its group."""
         here = rank.number
         if start.peer is not None:
-            there = self.of_class.get(start.peer, here)
+            there = self.number_of.get(start.peer, here)
             ends = (here, there) if start.op == "send" else (there, here)
             if here == there:
                 return ("alone", here, start.call), frozenset({here}), ("message", here, start.call)

@@ -14,7 +14,7 @@ from parlinalg.planning.predictor import Planned
 from parlinalg.units import format_bytes, format_flops, format_seconds, three_digits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainingPlan:
     """The fastest ways to train a model on so many ranks of a machine, and why others lost.
 
@@ -54,8 +54,15 @@ class TrainingPlan:
     traced: int
     proven: bool
     seconds: float
-    given: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
     language: bool = True
+
+    def __repr__(self) -> str:
+        first = self.best[0]
+        return (
+            f"TrainingPlan({counted(self.ranks, 'rank')} of {self.machine.name}: {first.candidate}, "
+            f"{format_seconds(first.seconds)} a step; str() has the report)"
+        )
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -87,6 +94,16 @@ class TrainingPlan:
             return counted(self.batch, "sample")
         return f"{counted(self.batch, 'sample')}, all that there are to train on (batch_size={self.batch_size} is more)"
 
+    def _crowded(self) -> list[str]:
+        """Return a line if a machine without a network has fewer places for ranks than there are ranks."""
+        machine = self.machine
+        if machine.network is not None or self.ranks <= machine.ranks_per_node:
+            return []
+        return [
+            f"{machine.name} has no [network]: all {self.ranks} ranks are on one node, and share "
+            f"{counted(machine.cores, 'core')} and the memory of {counted(machine.ranks_per_node, 'rank')}"
+        ]
+
     def explain(self) -> str:
         """Return the plan as text: the best with their figures, and the others with why they lost."""
         unit = "tokens/s" if self.language else "samples/s"
@@ -97,6 +114,7 @@ class TrainingPlan:
             f"{self.candidates:,} candidate{'s' * (self.candidates != 1)}, {self.traced} of them traced in full, in "
             f"{self.seconds:.1f} s; "
             + ("none can be faster than the first" if self.proven else "others may be faster than the first"),
+            *self._crowded(),
             "",
         ]
         head = ("", "step", unit, "MFU", "memory", "words", "across nodes", "bubble", "")

@@ -234,9 +234,9 @@ def _check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) -
         return world.world_ranks.index(grid.world.world_ranks[rank])
 
     made = [type(optimizer).__name__, repr(float(optimizer.lr)), repr((optimizer.options(), optimizer._names()))]
-    for i, theirs in enumerate(
-        everyone := world.share([made, list(grid.world.share(world.rank, others=place)), len(groups)], others="by rank")
-    ):
+    others = "alike" if grid.world.size == world.size else "by rank"  # the ranks of other stages make other groups
+    everyone = world.share([made, list(grid.world.share(world.rank, others=place)), len(groups)], others=others)
+    for i, theirs in enumerate(everyone):
         first = theirs[1][0]
         if theirs[2] != everyone[0][2]:
             raise ConfigError(

@@ -17,7 +17,7 @@ from parlinalg.backend.blas import host_and_cores, set_blas_threads, sharing
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.comm.startup import launched, place_on_node, ranks_map
 from parlinalg.comm.together import odd_one_out, together
-from parlinalg.errors import ConfigError, ScheduleError
+from parlinalg.errors import ConfigError, ScheduleError, counted
 from parlinalg.grid import Grid, factorizations
 from parlinalg.layout import coordinates, index_of
 from parlinalg.nn.layer import Layer
@@ -261,7 +261,7 @@ def _unlike(parallel: ParallelConfig, each: Sequence[TensorConfig], ranks: int) 
         asked = inner * (data or 1)
         raise ConfigError(
             f"sequence × the pipeline's grids = {sequence} × ({' + '.join(map(str, counts))}) = {inner}"
-            f"{'' if data is None else f', and data × that = {asked}'}, but there are {ranks} ranks: start with "
+            f"{'' if data is None else f', and data × that = {asked}'}, but there {_number(ranks)}: start with "
             f"mpiexec -n {asked}"
         )
     parts = tuple(_uniform(parallel, ranks // inner, t, n) for n, t in zip(counts, each, strict=True))
@@ -283,10 +283,14 @@ def _data_ranks(data: int | None, others: int, tensor: int, ranks: int) -> int:
         fitting = "" if ranks % (others * tensor) else f"use data={ranks // (others * tensor)} or leave it out, or "
         raise ConfigError(
             f"data × pipeline × sequence × tensor = {data} × {others} × {tensor} = {data * others * tensor} "
-            f"(pipeline × sequence = {others}), but there are {ranks} ranks: {fitting}start with mpiexec -n "
+            f"(pipeline × sequence = {others}), but there {_number(ranks)}: {fitting}start with mpiexec -n "
             f"{data * others * tensor}"
         )
     return data
+
+
+def _number(ranks: int) -> str:
+    return f"{'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}"
 
 
 def _nearest(mode: str, size: int, depth: int | None) -> tuple[int, ...] | None:

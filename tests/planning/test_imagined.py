@@ -266,6 +266,61 @@ def test_the_error_of_one_rank_ends_all():
         pla.imagine_together(program, 4)
 
 
+@pytest.mark.serial
+def test_ranks_that_wait_for_each_other_are_told():
+    def program(world):
+        comm, block = pla.Grid({"r": 2}).comm("r"), np.zeros(3, np.int64)
+        comm.receive(block, 1 - comm.rank)
+        comm.send(block, 1 - comm.rank)
+
+    with pytest.raises(pla.CommError, match=r"would wait for ever: .*rank 1 waits for a message from rank 0"):
+        pla.imagine_together(program, 2)
+
+
+@pytest.mark.serial
+def test_an_engine_runs_on_one_imagined_rank():
+    """As the tutorial's program on real ranks; a training without a pipeline needs no other imagined ranks."""
+    config = {"parallel": {"data": 4, "tensor": {"size": 8, "mode": "1d"}}, "zero": 1, "clip_grad_norm": 1.0}
+    together = pla.imagine_together(
+        lambda w: fit(w.comm, config), 32, classes=lambda rank: rank // 16, what_if=pla.WhatIf()
+    )
+    for rank, found in together.items():
+        with pla.imagine(32, rank, what_if=pla.WhatIf()) as world:
+            assert fit(world.comm, config) == found
+
+
+@pytest.mark.always
+@pytest.mark.ranks(1, 2, 3, 4, 6)
+def test_ledgers_of_elements_by_indices_are_those_of_real_ranks(world):
+    """Indices that all ranks have, which choose elements of few ranks, of all, or of none."""
+
+    def program(grid):
+        a = pla.zeros((41, 37), grid, pla.Layout("r", "c"))
+        line = np.arange(37)
+        for key in ((line, line), np.array([38, 39, 40]), (np.array([[0, -1], [20, 3]]), 5), (3, 4), np.array([], int)):
+            pla.exp(a[key])
+        pla.exp(a[:, np.array([36, 0, 0])])
+        a[line[5:9]] = pla.ones((4, 37), grid, pla.Layout(None, "c"))
+        a[line, 3], a[7, 8] = 2.0, 1.0
+        pla.linalg.trace(a)
+        np.diag(np.diagonal(a, 2))
+
+    for r in [r for r in range(1, world.size + 1) if world.size % r == 0]:
+        both(world, {"r": r, "c": world.size // r}, program)
+
+
+@pytest.mark.serial
+def test_distributed_indices_choose_elements_on_every_imagined_rank():
+    """What others ask for is not known, and lies in no other rank's block."""
+    for rank in range(4):
+        with pla.imagine(4, rank):
+            grid = pla.Grid({"r": 2, "c": 2})
+            a = pla.zeros((40, 30), grid, pla.Layout("r", "c"))
+            back = pla.arange(39, -1, -1, grid=grid)
+            assert a[back].shape == (40, 30)
+            a[back, 0] = 1.0
+
+
 # ------------------------------------------------------------------ memory and traces
 
 
@@ -600,6 +655,48 @@ def test_layers_are_not_measured_on_imagined_ranks():
 
     with pytest.raises(pla.ConfigError, match=r"partition='time' measures .* on imagined ranks .* give 'flops'"):
         pla.imagine_together(program, 2, what_if=pla.WhatIf())
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({"norm": "x"}, "norm='x' should be a number"),
+        ({"norm": float("nan")}, "norm=nan should be at least 0"),
+        ({"number": None}, "number=None should be a number"),
+        ({"iterations": 2.5}, "iterations=2.5 should be a whole number"),
+        ({"token": -1}, "token=-1 should be at least 0"),
+        ({"routing": 3}, "routing=3 should be 'even' or"),
+        ({"routing": [1, "a"]}, "should be 'even' or the experts' loads"),
+        ({"finite": "no"}, "finite='no' should be True or False"),
+        ({"selected": "all"}, "selected='all' should be a number"),
+    ],
+    ids=str,
+)
+def test_wrong_assumptions(given, right):
+    with pytest.raises(pla.ConfigError, match=right):
+        pla.WhatIf(**given)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("what_if", ["even", {"norm": 2.0}, True], ids=str)
+def test_assumptions_are_a_what_if(what_if):
+    with pytest.raises(pla.ConfigError, match=r"what_if=.* should be a pla.WhatIf"), pla.imagine(4, what_if=what_if):
+        pass
+    with pytest.raises(pla.ConfigError, match=r"what_if=.* should be a pla.WhatIf"):
+        pla.imagine_together(lambda world: None, 4, what_if=what_if)
+
+
+@pytest.mark.serial
+def test_the_line_is_the_users_where_another_package_asks():
+    """NumPy's checks, SciPy's and the standard library's read elements in their own files."""
+    import scipy.linalg
+
+    with pla.imagine(4):
+        block = pla.ones((8, 8), pla.Grid({"r": 4}), pla.Layout(None, None)).block
+        for ask in (lambda: scipy.linalg.lu(block), lambda: np.testing.assert_allclose(block, 1.0)):
+            with pytest.raises(pla.ValuesNeeded, match=r"\(at [^ ]*test_imagined\.py:\d+\)"):
+                ask()
 
 
 @pytest.mark.serial

@@ -89,9 +89,17 @@ def test_names_of_shipped_machines() -> None:
         (
             "rate = 1e9",
             "rate = 1e9\ntiles = [[128, 128, 1e-300]]",
-            r"gemm.float32.tiles\[0\]\[2\] = 1e-300: it should be a share of the bandwidth, at least 1e-06",
+            r"gemm.float32.tiles\[0\]\[2\] = 1e-300: it should be a share of the rate, at least 1e-06",
         ),
-        ("latency = 0.0", "latency = 11", "m.toml: node.latency = 11: it should be seconds, at least 0 and at most 10"),
+        ("latency = 0.0", "latency = 5", "node.latency = 5: it should be seconds, .* at most 1, such as 5e-6 for 5 µs"),
+        ("overhead = 0.0", "overhead = 2", "kernels.overhead = 2: it should be seconds, .* such as 5e-6 for 5 µs"),
+        ("bandwidth = 1e6", "bandwidth = 25", r"bandwidth = 25: it should be bytes a second, .* 3.1e9 for 25 Gbit/s"),
+        ('memory = "1GiB"\n', "", r"m.toml: memory is missing: .*; it stands above the first \[table\]"),
+        (
+            "latency = 0.0",
+            'latency = 0.0\nsend = "ring"',
+            "node.send = 'ring': it should be a table with .* algorithms",
+        ),
         ('progress = "asynchronous"', 'progress = "never"', 'overlap.progress = .never.: .* "asynchronous", "polls"'),
         ("asynchronous = false", "asynchronous = 0", "kernels.asynchronous = 0: it should be true or false"),
         ("[overlap]", "[overlay]", "m.toml: overlay is no key of a machine; did you mean overlap"),
@@ -112,6 +120,23 @@ def test_wrong_files(old: str, new: str, words: str) -> None:
     assert old in right
     with pytest.raises(ConfigError, match=words):
         parse_machine(right.replace(old, new, 1), "m.toml")
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    path = tmp_path / "m.toml"
+    path.write_text(text(), encoding="utf-8-sig")
+    assert load_machine(path) == parse_machine(text())
+
+
+def test_names_in_other_letters_and_files_without_their_ending_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(text())
+    for name, right in (("H100", "h100"), ("mine", "mine.toml")):
+        with pytest.raises(ConfigError, match=rf"no machine '{name}' \(did you mean {right}\?\)"):
+            load_machine(name)
 
 
 @pytest.mark.parametrize("name", machines())

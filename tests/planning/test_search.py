@@ -199,6 +199,11 @@ def test_more_ranks_than_a_machine_without_network_share_its_cores_and_memory():
     config = {"model": {"name": "mlp"}, "batch_size": 64, "parallel": {"pipeline": 1, "tensor": 1}, "zero": 0}
     one, two = (pla.plan_training(config, ranks=n, machine=laptop, best=1) for n in (2, 8))
     assert (one.memory, two.memory) == (laptop.memory, laptop.memory // 4)
+    crowded = "laptop has no [network]: all 8 ranks are on one node, and share 2 cores and the memory of 2 ranks"
+    assert crowded in str(two)
+    assert "no [network]" not in str(one)
+    assert len(repr(two)) < 200
+    assert "8 ranks of laptop: data 8" in repr(two)
     assert one.best[0].across == two.best[0].across == 0
 
 

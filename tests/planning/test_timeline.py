@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import parlinalg as pla
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, SharedCores
 from parlinalg.planning import trace as events_of
-from parlinalg.planning.machine import Algorithm, FusedAttention, Machine, Operation
+from parlinalg.planning.machine import Algorithm, FusedAttention, Machine, Operation, load_machine
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Attention, Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait, cut
@@ -574,3 +575,32 @@ def test_messages_of_pipelines() -> None:
 def test_wrong_pipelines() -> None:
     with pytest.raises(ConfigError, match="3 traces stages: 1f1b takes 4, one for each stage"):
         pipeline_timeline(make_schedule("1f1b", 4, 8), [stage(1.0)] * 3, round_machine())
+
+
+def test_a_machine_is_given_by_its_name_too() -> None:
+    trace = Trace(0, 1, [Gemm(1, 512, 512, 512, "float32")])
+    assert timeline(trace, "laptop").seconds == timeline(trace, load_machine("laptop")).seconds
+    with pytest.raises(ConfigError, match="no machine 'laptpo'"):
+        timeline(trace, "laptpo")
+
+
+def test_ranks_that_are_imagined_together_count_as_often_as_they_stand_for_others() -> None:
+    def program(world: Any) -> Trace:
+        with pla.launch({"parallel": {"data": 3, "pipeline": 2}}) as mesh, world.trace() as trace:
+            square = pla.ones([8 * (1 + world.rank % 2)] * 2, mesh.grid, pla.Layout(None, None))
+            pla.matmul(square, square)
+        return trace
+
+    found = pla.imagine_together(program, 6, classes=lambda rank: rank % 2)
+    assert [trace.stands_for for trace in found.values()] == [(0, 2, 4), (1, 3, 5)]
+    assert timeline(list(found.values()), "laptop").flops == 3 * sum(
+        e.flops for trace in found.values() for e in trace.events if isinstance(e, Gemm)
+    )
+
+
+def test_a_stage_that_stands_for_others_waits_for_no_message_of_theirs() -> None:
+    """The last of four stages receives from one that is not imagined, whose stand sends to another one of its kind."""
+    last = [Start(0, "receive", ("pipeline",), (0, 1, 2, 3), 8, 0, 2, 5), Wait(0), SECOND]
+    inner = [SECOND, Start(0, "send", ("pipeline",), (0, 1, 2, 3), 0, 8, 2, 5), Wait(0)]
+    traces = [Trace(1, 4, inner, stands_for=(1, 2)), Trace(3, 4, last, stands_for=(3,))]
+    assert timeline(traces, round_machine()).seconds == pytest.approx(1.0, abs=0.1)
