@@ -133,6 +133,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
     config.write_text(GPT3)
     for more, message in [
         (["--ranks", "3000"], "data × pipeline × sequence × tensor = 6 × 8 × 64 = 3072"),
+        (["--ranks", "1"], "but there is 1 rank: start with mpiexec -n 3072"),
         (["--ranks", "0"], "--ranks must be at least 1, not 0"),
         (["--ranks", "3072", "--set", "schedule.microbatches=6"], "interleaved over 8 ranks with microbatches=6"),
         (["--ranks", "3072", "--set", "parallel.pipeline.partition=[48, 48]"], "has 2 numbers, but the schedule"),
