@@ -28,6 +28,7 @@ PAGE = HERE.parent.parent / "docs" / "foresight_validation.md"
 KEPT = HERE / "results" / "tables.json"
 MEMORY = HERE / "results" / "memory.json"
 
+import more_systems as more  # noqa: E402
 from measured import sections  # noqa: E402
 from systems import (  # noqa: E402
     BLOOM,
@@ -96,18 +97,22 @@ def rates(rows: Iterable[tuple[str, list[Run], float]], machine: Machine) -> str
 MEGATRON, FUSED = "with Megatron-LM's kernels", "with fused attention"
 
 
-def steps(published: Sequence[Published], machine: Machine, other: str | None = None) -> str:
-    """Return published seconds of steps beside the predictions, of the library's program and of another one."""
+def steps(published: Sequence[Published], machine: Machine | Sequence[Machine], other: str | None = None) -> str:
+    """Return published seconds of steps beside the predictions, of the library's program and of another one.
+
+    The machine is that of all rows, or there is one for each.
+    """
+    machines = [machine] * len(published) if isinstance(machine, Machine) else machine
     head = ["run", "published s", "the library's program", "error"]
     head += [other, "error"] * (other is not None) + ["memory a GPU, as predicted", "what bounds it"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     own, theirs = [], []
-    for each in published:
-        planned, *fused = each.run.predict_fused(machine) if other == FUSED else [each.run.predict(machine)]
+    for each, nodes in zip(published, machines, strict=True):
+        planned, *fused = each.run.predict_fused(nodes) if other == FUSED else [each.run.predict(nodes)]
         own.append(planned.seconds / each.seconds - 1)
         row = [each.name, f"{each.seconds:.2f}", f"{planned.seconds:.2f}", f"{100 * own[-1]:+.1f}%"]
         if other is not None:
-            second = fused[0] if fused else each.run.predict(machine, Megatron)
+            second = fused[0] if fused else each.run.predict(nodes, Megatron)
             theirs.append(second.seconds / each.seconds - 1)
             row += [f"{second.seconds:.2f}", f"{100 * theirs[-1]:+.1f}%"]
             planned = second if fused else planned
@@ -259,6 +264,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "mpt_h100": lambda: steps(MPT_H100, load_machine("h100"), FUSED),
     "nvidia": lambda: steps(NVIDIA, load_machine("h100"), FUSED),
     "llama_3": lambda: steps(LLAMA_3, load_machine("h100"), FUSED),
+    "grok": lambda: steps(more.GROK, load_machine("h100"), FUSED),
+    "xtuner": lambda: steps(more.XTUNER, load_machine("a100"), FUSED),
+    "internlm": lambda: steps(more.INTERNLM, jean_zay(), FUSED),
+    "ibm": lambda: steps(more.IBM, more.with_interfaces("a100", 2, 2.5e10), FUSED),
+    "ibm_h100": lambda: steps(more.IBM_H100, more.with_interfaces("h100", 2, 5e10), FUSED),
+    "ibm_compiled": lambda: steps(more.IBM_COMPILED, load_machine("h100"), FUSED),
+    "kempner": lambda: steps(more.KEMPNER, more.four_h200(), FUSED),
+    "flagperf": lambda: steps(more.FLAGPERF, more.flagperf_machines(), FUSED),
+    "nemotron": lambda: steps(more.NEMOTRON, load_machine("h100"), FUSED),
+    "jax": lambda: steps(more.JAX, load_machine("h100"), FUSED),
+    "nanotron": lambda: steps(more.NANOTRON, load_machine("h100"), FUSED),
+    "deepspeed": lambda: steps(more.DEEPSPEED, more.slower_links("a100", 2 / 3), FUSED),
+    "neox": lambda: steps(more.NEOX, more.a100_40gb(), MEGATRON),
+    "oneflow": lambda: steps(more.ONEFLOW, more.v100_16gb(), MEGATRON),
     "v100": lambda: claims(of_four("v100"), "float16"),
     "a100": lambda: claims(of_four("a100"), "float32"),
     "eight": lambda: claims(load_machine("v100"), "float16"),
@@ -266,6 +285,74 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+# ------------------------------------------------------------------------------------------------ how far to trust it
+OWN = "the library's program"
+STANDING: dict[str, tuple[str, str, str]] = {
+    "narayanan": ("Megatron-LM, 2021", "A100", MEGATRON),
+    "split": ("Megatron-LM, 2021, against ZeRO 3", "A100", MEGATRON),
+    "zero_3": ("DeepSpeed, ZeRO 3, 2021", "A100", MEGATRON),
+    "korthikanti": ("Megatron-LM, 2022", "A100", MEGATRON),
+    "zero_bubble": ("Pipeline schedules in Megatron-LM, 2023", "A100", MEGATRON),
+    "megascale": ("Megatron-LM, 2023, on up to 12,288 GPUs", "A100", MEGATRON),
+    "bloom": ("Megatron-DeepSpeed, BLOOM, 2021", "A100", MEGATRON),
+    "mpt": ("LLM Foundry, FSDP, 2023", "A100", FUSED),
+    "torchtitan": ("torchtitan, FSDP2, 2024", "A100", FUSED),
+    "mt_nlg": ("Megatron-DeepSpeed, MT-NLG, 2022", "A100", MEGATRON),
+    "shoeybi": ("Megatron-LM, 2019", "V100", OWN),
+    "mpt_h100": ("LLM Foundry, FSDP, 2023", "H100", FUSED),
+    "nvidia": ("NeMo, 2024", "H100", FUSED),
+    "llama_3": ("Meta, Llama 3, 2024", "H100", FUSED),
+    "grok": ("NeMo, experts: Grok-1, 2024", "H100", FUSED),
+    "xtuner": ("XTuner, ZeRO 3 with Ulysses, 2024", "A100", FUSED),
+    "internlm": ("InternLM, ZeRO 1, 2023", "A100", FUSED),
+    "ibm": ("PyTorch FSDP, IBM, 2024", "A100", FUSED),
+    "ibm_h100": ("PyTorch FSDP, IBM, 2024", "H100", FUSED),
+    "ibm_compiled": ("PyTorch FSDP, IBM, compiled, 2024", "H100", FUSED),
+    "kempner": ("KempnerForge, FSDP2 × tensor, 2026", "H200", FUSED),
+    "flagperf": ("Megatron-Core, FlagPerf, 2024", "A100, H100, H800", FUSED),
+    "nemotron": ("NeMo, Nemotron-4, 2024", "H100", FUSED),
+    "jax": ("MaxText and Paxml, 2024", "H100", FUSED),
+    "nanotron": ("nanotron, 2024", "H100", FUSED),
+    "deepspeed": ("DeepSpeed and Transformers, 2024", "A800", FUSED),
+    "neox": ("GPT-NeoX-20B, 2022", "A100 40GB", MEGATRON),
+    "oneflow": ("OneFlow, 2021", "V100", MEGATRON),
+}
+"""The published tables: the system, its GPUs, and the column that stands for it by the kernels of its time."""
+BLIND = tuple(STANDING)[tuple(STANDING).index("grok") :]
+"""Tables whose rows, with their column, were written down before any of them was predicted."""
+
+
+def errors(table: str, column: str) -> list[float]:
+    """Return the errors of a column of a table's text, in percent, as in the text; of rates, those of seconds' sign."""
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line)
+    at, sign = head.index(column) + 1, 1 if "published s" in head else -1
+    return [sign * float(row[at].removesuffix("%")) for row in rows]
+
+
+def trust(kept: Mapping[str, str]) -> str:
+    """Return a row for each published table: how far off the column is that stands for its system."""
+    lines = ["| system | GPUs | rows | column | median | worst | too fast |", "|---" * 7 + "|"]
+    everything: dict[bool, list[float]] = {False: [], True: []}
+    for name, (system, gpus, column) in STANDING.items():
+        found = errors(kept[name], column)
+        everything[name in BLIND] += found
+        sizes = [abs(e) for e in found]
+        lines.append(
+            f"| {system}{' *' if name in BLIND else ''} | {gpus} | {len(found)} | {column} | "
+            f"{statistics.median(sizes):.1f}% | {max(sizes):.1f}% | {sum(e < 0 for e in found)} |"
+        )
+    for told, found in (("all", everything[False] + everything[True]), ("all with *", everything[True])):
+        sizes = sorted(abs(e) for e in found)
+        lines.append(
+            f"| {told} | | {len(found)} | | {statistics.median(sizes):.1f}% | {sizes[-1]:.1f}% | "
+            f"{sum(e < 0 for e in found)} |"
+        )
+    sizes = [abs(e) for e in everything[True]]
+    shares = ", ".join(f"{sum(s <= most for s in sizes) / len(sizes):.0%} within {most}%" for most in (10, 20, 30))
+    return "\n".join(lines) + f"\n\nOf the rows with *, {shares}."
+
+
+# ------------------------------------------------------------------------------------------------ the page
 def memory() -> str:
     """Return the memory of real ranks beside that of imagined ones."""
     told = json.loads(MEMORY.read_text())

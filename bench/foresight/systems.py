@@ -41,9 +41,14 @@ class Run:
     `cuts` is Megatron's sequence parallelism, `recompute` as of `nn.GPT`; attention's scores are never kept by the
     library, which is what Megatron's selective recomputation comes to.  With `fused` the published software's products
     add to the gradients of earlier microbatches (`gradient_accumulation_fusion`, in Megatron-LM since 2022).  With an
-    `intermediate` size the model is a Llama with so many `kv_heads`, else a GPT.  `context` ranks share a sequence on a
-    ring.  `schedule` is the pipeline's, by default interleaved where there are chunks, else 1F1B.  With `kept` the
-    published software keeps attention's scores and recomputes nothing.
+    `intermediate` size the model is a Llama with so many `kv_heads`, else a GPT.  `schedule` is the pipeline's, by
+    default interleaved where there are chunks, else 1F1B.  With `kept` the published software keeps attention's scores
+    and recomputes nothing.
+
+    `context` ranks share a sequence: `ulysses` of them by all-to-alls of heads, the rest on a ring.  With `experts` a
+    block has so many perceptrons, two for each token, with a `capacity` factor; the data ranks share them.  `within`
+    ranks share what ZeRO cuts, by default all data ranks.  Gradients travel in `communicate`, by default their own
+    dtype.
     """
 
     hidden: int
@@ -66,6 +71,11 @@ class Run:
     kv_heads: int | None = None
     intermediate: int | None = None
     context: int = 1
+    ulysses: int = 1
+    experts: int | None = None
+    capacity: float = 1.25
+    within: int | None = None
+    communicate: str | None = None
     schedule: str | None = None
     kept: bool = False
 
@@ -103,8 +113,14 @@ class Run:
                 "name": "llama", "intermediate_size": self.intermediate, "num_key_value_heads": self.kv_heads,
                 "attention_dropout": p,
             }  # fmt: skip
-        data = {"name": "text", "sequence_length": self.sequence}
-        return {"model": model, "data": data, "batch_size": self.batch, "precision": self.dtype}
+        if self.experts is not None:
+            model |= {"num_local_experts": self.experts, "num_experts_per_tok": 2, "capacity_factor": self.capacity}
+        precision = {"dtype": self.dtype} | ({} if self.communicate is None else {"communicate": self.communicate})
+        zero = {"stage": self.zero} | ({} if self.within is None else {"within": self.within})
+        return {
+            "model": model, "data": {"name": "text", "sequence_length": self.sequence}, "batch_size": self.batch,
+            "precision": precision, "zero": zero,
+        }  # fmt: skip
 
     def candidate(self) -> Candidate:
         """Return the split as the planner's candidate."""
@@ -115,8 +131,9 @@ class Run:
         if self.pipeline > 1:
             schedule = self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
         return Candidate(
-            self.data, self.pipeline, self.context, 1, tensor, self.zero, self.microbatches, schedule,
+            self.data, self.pipeline, self.context, self.ulysses, tensor, self.zero, self.microbatches, schedule,
             self.chunks if self.chunks > 1 else None, self.recompute, self.dtype,
+            None if self.experts is None else "data" if self.data > 1 else "none",
         )  # fmt: skip
 
     def predict(
@@ -559,7 +576,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     for name, default in (
         ("tensor", 1), ("pipeline", 1), ("chunks", 1), ("microbatch", 1), ("sequence", 2048), ("vocabulary", 51200),
-        ("zero", 0), ("context", 1), ("kv-heads", None), ("intermediate", None),
+        ("zero", 0), ("within", None), ("context", 1), ("ulysses", 1), ("kv-heads", None), ("intermediate", None),
+        ("experts", None),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cuts", action="store_true", help="Megatron's sequence cuts")
