@@ -114,3 +114,36 @@ def test_gradients_of_bfloat16_are_added_and_reduced_in_float32(systems: Any) ->
             reduced.append(sum(e.nbytes for e in starts))
         assert added == [half.weights, 3 * half.weights]
         assert reduced[1] == 2 * reduced[0] > 0
+
+
+def test_the_summary_is_of_the_tables_below(published: Any) -> None:
+    """Errors of seconds as in the table; those of rates are turned into seconds."""
+    kept = published.json.loads(published.KEPT.read_text())
+    lines = published.trust(kept).splitlines()
+    assert set(published.STANDING) <= set(kept)
+    row = next(line for line in lines if line.startswith("| GPT-NeoX-20B"))
+    found = published.errors(kept["neox"], published.MEGATRON)
+    assert row.split("|")[3].strip() == "1"
+    assert f"{abs(found[0]):.1f}%" in row
+    (seconds,) = published.errors("| a | published | x | error |\n|---|---|---|---|\n| b | 100 | 125 | +25.0% |", "x")
+    assert seconds == pytest.approx(-20.0)
+
+
+def test_rows_of_other_splits_reach_the_configuration(systems: Any, published: Any) -> None:
+    """Experts within data ranks, ZeRO within groups, Ulysses and the dtype of gradients; and one is as on the page."""
+    more = published.more
+    grok, ulysses, kempner = more.GROK[-1].run, more.XTUNER[2].run, more.KEMPNER[0].run
+    config = grok.candidate().apply(systems.parse(grok.configuration()), grok.batch)
+    assert config.model.options["expert_axis"] == "data"
+    assert (config.model.options["num_local_experts"], config.model.options["capacity_factor"]) == (8, 1.0)
+    assert (config.zero.stage, config.zero.within) == (1, 8)
+    config = ulysses.candidate().apply(systems.parse(ulysses.configuration()), ulysses.batch)
+    assert (config.parallel.sequence.size, config.parallel.sequence.ulysses) == (8, 8)
+    config = kempner.candidate().apply(systems.parse(kempner.configuration()), kempner.batch)
+    assert (config.precision.dtype, config.precision.communicate) == ("bfloat16", "float32")
+    for row, machine in ((more.XTUNER[0], "a100"), (more.GROK[0], "h100")):
+        line = next(each for each in PAGE.read_text().splitlines() if each.startswith(f"| {row.name} |"))
+        made = row.run.predict_fused(load_machine(machine))
+        cells = line.split("|")
+        expected = [float(cells[3]), float(cells[5])]
+        assert [each.seconds for each in made] == pytest.approx(expected, rel=0.01)
