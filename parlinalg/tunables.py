@@ -45,6 +45,10 @@ GEMV_STRIP = 1 << 19
 GEMV_ROW = 1 << 15
 """Bytes of a row from which on rows are multiplied by a vector a few at a time."""
 
+STACKED_PRODUCT = 1 << 30
+"""Multiplications of a product of 16-bit matrices on a GPU from which on each product of a stack is a call of its own:
+cast to float32, as a stack is, it takes twice as long, 5 µs more for so many on an H100, and the casts take as much."""
+
 PANEL_SLOWNESS = 2
 """How many times longer than in products an operation takes in the factorization of a panel of columns."""
 

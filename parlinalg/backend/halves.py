@@ -1,8 +1,9 @@
 """16-bit floats: which dtypes they are, in which they are computed, and their products, summed in float32.
 
 CuPy hands two matrices of one 16-bit dtype to cuBLAS as they are, which sums in float32 and rounds once; stacks of
-matrices it casts to float32 (float16) or refuses (bfloat16), in versions up to 14.  Whether it does so is asked once
-for a dtype, by a product whose sum 16 bits cannot hold.
+matrices it casts to float32 (float16) or refuses (bfloat16), in versions up to 14 (cupy/cupy pull request 10317).  So
+the large matrices of a stack are handed to it one pair at a time.  Whether it sums in float32 is asked once for a
+dtype, by a product whose sum 16 bits cannot hold.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import backend_of, namespace
 
 Block = Any
@@ -36,13 +38,23 @@ def product(x: Block, w: Block) -> Block | None:
     Parameters
     ----------
     x, w : array
-        Matrices, contiguous or transposed, of one 16-bit float dtype.
+        Matrices, contiguous or transposed, of one 16-bit float dtype, or equally long stacks of large ones.
     """
     xp, backend = namespace(x), backend_of(x)
-    if backend.cpu or x.ndim != 2 or w.ndim != 2 or x.dtype != w.dtype or not x.size or not w.size:
+    lead = x.shape[:-2]
+    if backend.cpu or x.ndim < 2 or x.dtype != w.dtype or w.shape[:-2] != lead or not x.size or not w.size:
+        return None
+    if lead and x.shape[-2] * x.shape[-1] * w.shape[-1] < tunables.STACKED_PRODUCT:
         return None
     # A GPU that is imagined (arrays without values) does as cuBLAS does.
-    return xp.matmul(x, w) if not backend.values or sums_in_single(xp, x.dtype) else None
+    if backend.values and not sums_in_single(xp, x.dtype):
+        return None
+    if not lead:
+        return xp.matmul(x, w)
+    y = xp.empty((*x.shape[:-1], w.shape[-1]), x.dtype)
+    for i in np.ndindex(lead):
+        xp.matmul(x[i], w[i], out=y[i])
+    return y
 
 
 @cache

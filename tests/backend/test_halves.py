@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from parlinalg import tunables
 from parlinalg.backend import halves
 from parlinalg.matmul.local import gemm
 
@@ -59,6 +60,22 @@ def test_stacks_and_sums_into_an_array_are_cast(cp: Any, monkeypatch: pytest.Mon
     out = cp.empty((5, 5), np.float32)
     assert gemm(x[0], x[0].T, dtype, out) is out
     assert set(seen) == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_large_matrices_of_a_stack_are_multiplied_as_they_are(
+    cp: Any, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    monkeypatch.setattr(tunables, "STACKED_PRODUCT", 5 * 7 * 5)
+    x = cp.array(np.random.default_rng(0).normal(size=(2, 3, 5, 7)).astype(dtype))
+    wide = x.get().astype(np.float32)
+    seen = counted(cp, monkeypatch)
+    y = gemm(x, x.swapaxes(-1, -2), dtype)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y.get(), (wide @ wide.swapaxes(-1, -2)).astype(dtype))
+    assert seen == [dtype] * 7  # one asks whether it sums right
+    assert gemm(x, x[0, 0].T, dtype).dtype == dtype  # a stack by one matrix
+    assert seen[7:] == [np.dtype(np.float32)]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

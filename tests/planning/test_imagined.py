@@ -1152,6 +1152,26 @@ def test_products_of_16_bits_on_gpus(dtype):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_of_large_experts_have_16_bits_on_gpus(dtype):
+    """Each of the four products of two experts that a rank has is one of 16 bits; small ones go as a stack."""
+
+    def dtypes(width):
+        with pla.imagine(ranks=4, target="gpu", what_if=pla.WhatIf(routing="even")) as world:
+            grid = pla.Grid({"data": 4})
+            layer = nn.MixtureOfExperts(
+                1024, width, 8, "data", grid, top_k=1, capacity_factor=1.0, axis="data", dtype=dtype, bias=False, seed=1
+            )
+            x = pla.ones((4, 1024, 1024), grid, pla.Layout("data", None, None), dtype=dtype)
+            with world.trace() as trace:
+                layer(pla.Tensor(x, requires_grad=True)).sum().backward()
+        return [(e.batch, e.dtype) for e in trace.events if isinstance(e, Gemm) and width in (e.m, e.n, e.k)]
+
+    assert dtypes(4096) == [(1, dtype)] * 12
+    assert dtypes(64) == [(2, "float32")] * 6
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("rank", range(4))
 def test_targets_are_counted_where_a_rank_has_few_or_none(rank):
     with pla.imagine(4, rank):
