@@ -474,7 +474,7 @@ def lu_factor(a: Tensor, block: int | None = None, *, depth: int | None = None) 
 # ------------------------------------------------------------------------------------------------ spectra
 def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
     """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to 10 n ε times the largest of `values`, [..., k]."""
-    limit = spectral.limit_of(x, abs(values), None, NEGLIGIBLE * n)
+    limit = spectral.limit_of(abs(values), None, NEGLIGIBLE * n)
     limit = limit if x.ndim == values.ndim else limit[..., None]
     return spectral.reciprocals(x, abs(x) > limit)
 

@@ -138,6 +138,18 @@ def tridiagonal_vectors(d: Block) -> tuple[Block, Block]:
     return d.device.empty(d.shape, d.dtype), d.device.empty((n, n), d.dtype)
 
 
+def bidiagonal(a: Block) -> tuple[Block, Block, Block, Block]:
+    """Return arrays for a bidiagonal matrix, and for the factors of the reflections that make a matrix so."""
+    n, empty = a.shape[1], a.device.empty
+    a.device.kernel("gebrd", 2 * a.nbytes, 2 * a.size * n, a.dtype)
+    return empty((n,), a.real.dtype), empty((max(0, n - 1),), a.real.dtype), empty((n,), a.dtype), empty((n,), a.dtype)
+
+
+def reflect_back(a: Block, z: Block) -> None:
+    """Note that the reflections of a bidiagonal form are applied to a matrix."""
+    z.device.kernel("ormbr", a.nbytes + 2 * z.nbytes, z.size * min(a.shape), z.dtype)
+
+
 def bidiagonal_values(d: Block) -> Block:
     """Return an array for the singular values of a bidiagonal matrix."""
     d.device.kernel("bdsdc", 2 * d.nbytes, d.size**2, d.dtype)

@@ -7,6 +7,7 @@ all-reduces a column.  Divide and conquer gives each rank some rows of the singu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,9 +16,9 @@ from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
 from parlinalg.linalg import kernels
-from parlinalg.linalg.divide import bidiagonal_vectors
+from parlinalg.linalg.divide import STRIP, bidiagonal_strips, bidiagonal_vectors
 from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles
-from parlinalg.linalg.tiles import Deal, Tiles, indexer
+from parlinalg.linalg.tiles import Deal, Tiles, dealt, indexer, move
 
 LEAST = 8
 """The fewest columns of a panel."""
@@ -146,6 +147,34 @@ class Bidiagonal(Reduction):
         self._right.times(self.tiles, z)
 
 
+class BidiagonalOfOne:
+    """The reduction A = Q B Pᴴ of a matrix [m, n] with m ≥ n on a grid of one rank, by LAPACK.
+
+    Parameters
+    ----------
+    tiles, held, shape
+        See `Bidiagonal`.
+    """
+
+    def __init__(self, tiles: Tiles, held: list[np.ndarray], shape: tuple[int, int]) -> None:
+        self.tiles, self.shape, self.n, self.xp = tiles, shape, shape[1], kernels.on_host(tiles.grid.backend)
+        a = held.pop()
+        self._a = kernels.in_columns(a) if has_values(a) else a
+        del a
+        real, n = self._a.real.dtype, self.n
+        self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
+        if tiles.grid.inside:
+            self.d, self.e, self._tau, self._pi = kernels.bidiagonal(self._a)
+
+    def left(self, z: np.ndarray) -> None:
+        """Replace z [m, k] by Q z."""
+        kernels.reflect_back("Q", self._a, self._tau, z)
+
+    def right(self, z: np.ndarray) -> None:
+        """Replace z [n, k] by P z."""
+        kernels.reflect_back("P", self._a, self._pi, z)
+
+
 def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     """Return the singular values, falling, of a real upper bidiagonal matrix; NaNs if they do not converge."""
     n = len(d)
@@ -162,19 +191,19 @@ def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     return np.full_like(d, np.nan) if failed else values
 
 
-def values(reduced: Bidiagonal) -> np.ndarray:
+def values(reduced: Bidiagonal | BidiagonalOfOne) -> np.ndarray:
     """Return the singular values, falling.  Collective over all ranks, which raise errors together."""
     found = singular_values(reduced.d, reduced.e)
     _refuse_unconverged(reduced, found)
     return found
 
 
-def _refuse_unconverged(reduced: Bidiagonal, values: np.ndarray) -> None:
+def _refuse_unconverged(reduced: Bidiagonal | BidiagonalOfOne, values: np.ndarray) -> None:
     if reduced.tiles.worst([not kernels.finite(values)])[0]:
         raise np.linalg.LinAlgError("SVD did not converge")
 
 
-def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def vectors(reduced: Bidiagonal | BidiagonalOfOne) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the singular values, falling, and this rank's tiles of the left and of the right vectors, of n rows.
 
     Collective over all ranks.
@@ -190,3 +219,43 @@ def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     _refuse_unconverged(reduced, values)
     left = to_tiles(left, tiles, n, n)
     return values, left, to_tiles(right, tiles, n, n)
+
+
+def pseudoinverse(
+    reduced: Bidiagonal | BidiagonalOfOne, inverses: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:  # fmt: skip
+    """Return this rank's tiles of the pseudoinverse [n, n] of the bidiagonal matrix, V S⁺ Uᵀ.
+
+    Of singular vectors a rank forms some columns at a time of its rows.  Those that its tiles need are sent to it, and
+    their products are added up.  Collective over all ranks.
+
+    Parameters
+    ----------
+    inverses : callable
+        Returns the diagonal of S⁺ from the singular values, falling; where it is 0 vectors are not formed.
+    """
+    tiles, n, grid, xp, dtype = reduced.tiles, reduced.n, reduced.tiles.grid, reduced.xp, reduced.d.dtype
+    every, values, strips = dealt(n, 1, grid.size), xp.zeros(n, dtype), None
+    if grid.inside:
+        mine = every[grid.rank]
+        memory.give_back(8 * n * len(mine))
+        values, strips = bidiagonal_strips(reduced.d, reduced.e, mine, grid.everyone)
+    _refuse_unconverged(reduced, values)
+    found = inverses(values)
+    if strips is None:
+        return xp.empty((0, 0), dtype)
+    rows, columns = tiles.rows(n), tiles.columns(n)
+    z: np.ndarray = xp.zeros((len(rows[tiles.i]), len(columns[tiles.j])), dtype)
+    numbers = np.flatnonzero(found) if has_values(found) else np.arange(n)
+    step = max(STRIP // 8, min(STRIP, n // grid.size // 8))
+    for start in range(0, len(numbers), step):
+        at = numbers[start : start + step]
+        (wide,) = dealt(len(at), len(at), 1)
+        have = [(each, wide) for each in every]
+        left, right = strips(at)
+        right *= found[at]
+        right = move(right, have, [(rows[i], wide) for i, _ in tiles.coords], grid)
+        left = move(left, have, [(columns[j], wide) for _, j in tiles.coords], grid)
+        blas.add_product(z, right, left.T)
+        del left, right
+    return z

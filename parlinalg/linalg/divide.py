@@ -31,6 +31,8 @@ STRIP = 128
 """Columns of the vectors of a merge that exist at once, at the most: not many more elements than a rank has of w."""
 SOME = 1 << 14
 """Differences of a merge's values that exist at once."""
+FEW = 8
+"""Roots at least whose differences exist at once."""
 
 Part = tuple[np.ndarray, np.ndarray]
 """Eigenvalues, rising, and of the eigenvectors the first row, this rank's rows, and the last one; NaNs by failure."""
@@ -119,7 +121,9 @@ def _merged(
     upper = np.arange(m) < m1
     lower = ~upper
     limit = 8 * np.finfo(dtype).eps / 2 * _largest(d, z)
-    kept, rest = _deflated(d, z, rho, limit, [w], [upper, lower])
+    turns: list[Turn] = []
+    kept, rest = _deflated(d, z, rho, limit, turns, [upper, lower])
+    _rotate(w, turns)
     dk, zk = d[kept], z[kept]
     roots, near, gap = _roots(group, dk, zk, rho)
     if not kernels.finite(roots):
@@ -129,45 +133,82 @@ def _merged(
     order = _rising(values)
     values = values[order]
     wanted = order[choose(values)] if choose else order
-    return values, _turned(w, [(np.s_[:first], upper), (np.s_[first:], lower)], kept, rest, vector, wanted)
+    return values, _turned(w, ([(np.s_[:first], upper), (np.s_[first:], lower)], kept, rest, vector), wanted)
 
 
 Vectors = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """A function from numbers of roots and of rows, in any order, to the vectors of a merge, as columns of any length."""
 
 
-def _turned(
-    w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray, vector: Vectors,
-    wanted: np.ndarray, more: int = 0,
-) -> np.ndarray:  # fmt: skip
-    """Return the wanted ones of the columns `w[:, kept] @ vector(...)`, behind which `w[:, rest]` are counted.
+Parts = tuple[list[tuple[slice, np.ndarray]], np.ndarray, np.ndarray, Vectors]
+"""The arguments of `_Turned` beside w."""
 
-    `blocks` are rows, and for each column whether it has elements there.  The last `more` columns stay as they are.
-    The result overwrites w.
+
+class _Turned:
+    """The columns that a merge makes of this rank's rows of the vectors of two parts, some at a time.
+
+    The numbers of columns count the roots of the secular equation first, then the vectors that were known before.
+
+    Parameters
+    ----------
+    w : array
+        This rank's rows of the vectors of the parts.  Only its elements that are not zeros everywhere are kept.
+    blocks : list
+        Rows of w, and for each column whether it has elements there.
+    kept, rest : array of int
+        The columns that the merge changes, and those that it does not.
+    vector : callable
+        The vectors of the merge.
     """
-    k = len(kept)
-    xp = namespace(w)
-    has = [each[kept] for _, each in blocks]
-    order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
-    inner = [indexer(np.flatnonzero(each[order])) for each in has]
-    factors = [xp.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
-    others = np.flatnonzero(wanted >= k)
-    known, last = w[:, rest[wanted[others] - k]], w[:, w.shape[1] - more :].copy()
-    out = w if len(wanted) + more == w.shape[1] else xp.empty((len(w), len(wanted) + more), w.dtype)
-    out[:, others], out[:, len(wanted) :] = known, last
-    del w, known
-    places = np.flatnonzero(wanted < k)
-    step = max(STRIP // 4, min(STRIP, len(out) // 4))
-    for start in range(0, len(places), step):
-        at = places[start : start + step]
-        u, columns = vector(wanted[at], order), indexer(at)
-        scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
-        for (part, _), j, factor in zip(blocks, inner, factors, strict=True):
-            if len(factor):
+
+    def __init__(
+        self, w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray, vector: Vectors
+    ) -> None:  # fmt: skip
+        self._rows, self._xp, self._dtype, self._vector = len(w), namespace(w), w.dtype, vector
+        has = [each[kept] for _, each in blocks]
+        self._order = order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block side by side
+        self._parts: list[tuple[Any, ...]] = []
+        """Rows; the factor of the vectors, of the elements j of them; and known vectors, with the place of each."""
+        for (rows, each), mine in zip(blocks, has, strict=True):
+            j, known = indexer(np.flatnonzero(mine[order])), np.flatnonzero(each[rest])
+            place = np.full(len(rest), -1)
+            place[known] = np.arange(len(known))
+            factor, others = (self._xp.take(w[rows], at, axis=1) for at in (kept[order][j], rest[known]))
+            self._parts.append((rows, factor, j, others, place))
+
+    def columns(self, numbers: np.ndarray) -> np.ndarray:
+        """Return this rank's rows of the columns with these numbers."""
+        k = len(self._order)
+        roots, others = (np.flatnonzero(each) for each in (numbers < k, numbers >= k))
+        out: np.ndarray = self._xp.zeros((self._rows, len(numbers)), self._dtype)
+        if len(roots):
+            u, at = self._vector(numbers[roots], self._order), indexer(roots)
+            scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
+        for rows, factor, j, known, place in self._parts:
+            if len(roots) and len(factor):
                 found = factor @ u[j]
                 np.multiply(found, scale, out=found)
-                out[part, columns] = found
-        del u
+                out[rows, at] = found
+            if len(others):
+                there = place[numbers[others] - k]
+                out[rows, others[there >= 0]] = known[:, there[there >= 0]]
+        return out
+
+
+def _turned(w: np.ndarray, parts: Parts, wanted: np.ndarray, more: int = 0) -> np.ndarray:
+    """Return the wanted columns that a merge makes of w, see `_Turned`; the last `more` columns stay as they are.
+
+    The result overwrites w.
+    """
+    xp, last = namespace(w), w[:, w.shape[1] - more :].copy()
+    made = _Turned(w, *parts)
+    out = w if len(wanted) + more == w.shape[1] else xp.empty((len(w), len(wanted) + more), w.dtype)
+    out[:, len(wanted) :] = last
+    del w
+    step = max(STRIP // 4, min(STRIP, len(out) // 4))
+    for start in range(0, len(wanted), step):
+        at = wanted[start : start + step]
+        out[:, start : start + len(at)] = made.columns(at)
     return out
 
 
@@ -189,12 +230,24 @@ def _rotation(x: Any, y: Any, limit: Any) -> tuple[Any, Any, Any]:
     return (size, x / size, y / size) if size > limit else (size, 1, 0)
 
 
+Turn = tuple[int, int, Any, Any]
+"""Two columns, and the cosine and the sine of the angle by which they are turned."""
+
+
+def _rotate(w: np.ndarray, turns: list[Turn]) -> None:
+    """Turn pairs of columns, one after the other."""
+    for one, two, c, s in turns:
+        x, y = w[:, one].copy(), w[:, two].copy()
+        w[:, one], w[:, two] = c * x + s * y, c * y - s * x
+
+
 def _deflated(
-    d: np.ndarray, z: np.ndarray, rho: Any, limit: Any, vectors: list[np.ndarray], halves: list[np.ndarray]
+    d: np.ndarray, z: np.ndarray, rho: Any, limit: Any, turns: list[Turn], halves: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the columns that the merge changes, by rising d, and those that are vectors already (`laed2`, `lasd2`).
 
-    Columns of nearly equal d are turned so that z of one becomes 0; `halves` say in which half a column has elements.
+    Columns of nearly equal d are to be turned so that z of one becomes 0, as `turns` says then; `halves` say in which
+    half a column has elements.
     """
     if not has_values(d):  # the most work: no vector is one already
         backend_of(d).assume("deflation", "which vectors a merge of divide and conquer finds to be vectors already")
@@ -211,9 +264,7 @@ def _deflated(
             c, s = z[j] / size, -z[before] / size
             if abs((d[j] - d[before]) * c * s) <= limit:
                 z[j], z[before] = size, 0
-                for w in vectors:
-                    x, y = w[:, before].copy(), w[:, j].copy()
-                    w[:, before], w[:, j] = c * x + s * y, c * y - s * x
+                turns.append((before, j, c, s))
                 d[before], d[j] = d[before] * c * c + d[j] * s * s, d[before] * s * s + d[j] * c * c
                 for has in halves:
                     has[before] = has[j] = has[before] | has[j]
@@ -307,21 +358,66 @@ def bidiagonal_vectors(
     rows : array of int
         The numbers of this rank's rows, rising.
     """
-    n = len(d)
-    scale = _largest(d, e) or d.dtype.type(1)
-    d, e = d / scale, e / scale
-
-    def part(group: SharedCollectives, low: int, high: int, more: int) -> Pair:
-        if high - low <= LEAF:
-            mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
-            return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
-        at = (low + high) // 2
-        own = int(np.isin(at, rows))
-        return _joined(group, part(group, low, at, 1), part(group, at + 1, high, more), d[at], e[at], own, more)
-
-    with shared_collectives(comm, 2 * n, d.dtype) as group:
-        values, left, right = part(group, 0, n, 0)
+    d, e, scale = _near_one(d, e)
+    with shared_collectives(comm, 2 * len(d), d.dtype) as group:
+        values, left, right = _part(group, d, e, rows, 0, len(d), 0)
     return values[::-1] * scale, left[:, ::-1], right[1:-1, ::-1]
+
+
+Strips = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""A function from numbers of singular values, falling, to this rank's rows of their left and of their right vectors."""
+
+
+def bidiagonal_strips(
+    d: np.ndarray, e: np.ndarray, rows: np.ndarray, comm: Comm
+) -> tuple[np.ndarray, Strips | None]:  # fmt: skip
+    """Return the singular values, falling, and a function to this rank's rows of some vectors.  Collective.
+
+    The parameters are those of `bidiagonal_vectors`.  The vectors of the last merge are formed by the function, so that
+    all of them never exist at once: it holds those of the two parts, half as many elements, and is called by any rank
+    alone.  None if the values do not converge: they are NaNs then.
+    """
+    d, e, scale = _near_one(d, e)
+    n = len(d)
+    with shared_collectives(comm, 2 * n, d.dtype) as group:
+        if n <= LEAF:
+            values, left, right = _part(group, d, e, rows, 0, n, 0)
+            return values[::-1] * scale, lambda i: (left[:, n - 1 - i], right[1:-1, n - 1 - i])
+        values, order, sides = _part(group, d, e, rows, 0, n, 0, _merge)
+    if order is None:
+        return values, None
+    made = []
+    while sides:
+        build, parts, _ = sides.pop(0)
+        w = build()
+        del build
+        made.append(_Turned(w, *parts))
+        del w
+        memory.give_back(8 * n * len(rows))
+    one, two = made
+    return values[::-1] * scale, lambda i: (one.columns(order[n - 1 - i]), two.columns(order[n - 1 - i])[1:-1])
+
+
+def _near_one(d: np.ndarray, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Return a bidiagonal matrix divided by its largest element, and this."""
+    scale = _largest(d, e) or d.dtype.type(1)
+    return d / scale, e / scale, scale
+
+
+def _part(
+    group: SharedCollectives, d: np.ndarray, e: np.ndarray, rows: np.ndarray, low: int, high: int, more: int,
+    join: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return the part of some rows of a bidiagonal matrix, or what `join` makes of its own two parts.  Collective."""
+    if high - low <= LEAF:
+        mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
+        return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
+    at, join = (low + high) // 2, join or _joined
+    own = int(np.isin(at, rows))
+    return join(
+        group, _part(group, d, e, rows, low, at, 1), _part(group, d, e, rows, at + 1, high, more), d[at], e[at], own,
+        more,
+    )  # fmt: skip
 
 
 def _bidiagonal_leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, others: np.ndarray) -> Pair:
@@ -344,7 +440,28 @@ def _bidiagonal_leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, others: np.
 
 def _joined(group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, more: int) -> Pair:
     """Return the part that two parts make with the row [alpha, beta] between them, which `own` says is this rank's."""
+    values, order, sides = _merge(group, one, two, alpha, beta, own, more)
+    del one, two
+    found: list[np.ndarray] = []
+    while sides:
+        build, parts, last = sides.pop(0)
+        w = build()
+        del build
+        memory.give_back(w.nbytes)
+        found.append(w if order is None else _turned(w, parts, order, last))
+    return values, found[0], found[1]
+
+
+def _merge(
+    group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, more: int
+) -> tuple[np.ndarray, np.ndarray | None, list[Any]]:  # fmt: skip
+    """Return the singular values of `_joined`, rising, their order, and what left and right vectors are made of.
+
+    For each side that is a function which returns W, so that there is one W at a time, the other arguments of
+    `_Turned`, and how many columns stay as they are.  If values do not converge they are NaNs; the order is None then.
+    """
     (d1, u1, v1), (d2, u2, v2) = one, two
+    del one, two
     n1, n, dtype = len(d1), len(d1) + len(d2) + 1, d1.dtype
     # Decisions below must be the same on all ranks, whatever their processors round.
     message = group.broadcast(np.concatenate([d1, d2, v1[-1], v2[0]]), 0)
@@ -356,26 +473,36 @@ def _joined(group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: An
     scale = largest or dtype.type(1)
     d, z = d / scale, z / scale  # so that squares stay in range
     limit = 4 * np.finfo(dtype).eps
-    # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
-    left, right = xp.zeros((len(u1) + own + len(u2), n), dtype), xp.zeros((len(v1) + len(v2) - 2, n + more), dtype)
     middle, first = slice(len(u1), len(u1) + own), len(v1) - 1
-    above, below = np.arange(n) <= n1, np.arange(n) > n1
-    left[: len(u1), 1 : n1 + 1], left[middle, 0], left[middle.stop :, n1 + 1 :] = u1, 1, u2
-    right[:first, 1 : n1 + 1], right[first:, n1 + 1 : n] = v1[:-1, :n1], v2[1:, : n - 1 - n1]
-    right[:first, 0] = v1[:-1, n1]
-    if more:
-        z[0], c, s = _rotation(z[0], begin[-1] / scale, limit)
-        null = v2[1:, -1]
-        right[:first, n], right[first:, n] = -s * right[:first, 0], c * null
-        right[:first, 0] *= c
-        right[first:, 0] = s * null
-    del one, two, u1, u2, v1, v2
-    memory.give_back(left.nbytes)
+    turns: list[Turn] = []
+    z[0], c, s = _rotation(z[0], begin[-1] / scale, limit) if more else (z[0], 1, 0)
+
+    # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
+    def left() -> np.ndarray:
+        w: np.ndarray = xp.zeros((len(u1) + own + len(u2), n), dtype)
+        w[: len(u1), 1 : n1 + 1], w[middle, 0], w[middle.stop :, n1 + 1 :] = u1, 1, u2
+        _rotate(w[:, 1:], turns)
+        return w
+
+    def right() -> np.ndarray:
+        w: np.ndarray = xp.zeros((len(v1) + len(v2) - 2, n + more), dtype)
+        w[:first, 1 : n1 + 1], w[first:, n1 + 1 : n] = v1[:-1, :n1], v2[1:, : n - 1 - n1]
+        w[:first, 0] = v1[:-1, n1]
+        if more:
+            null = v2[1:, -1]
+            w[:first, n], w[first:, n] = -s * w[:first, 0], c * null
+            w[:first, 0] *= c
+            w[first:, 0] = s * null
+        _rotate(w[:, 1:n], turns)
+        return w
+
+    unknown: np.ndarray = np.full(n, np.nan, dtype)
     if not finite:
-        return np.full(n, np.nan, dtype), left, right
+        return unknown, None, [(left, (), 0), (right, (), more)]
+    above, below, ends = np.arange(n) <= n1, np.arange(n) > n1, np.arange(n) == 0
     if has_values(z) and abs(z[0]) <= limit:
         z[0] = limit
-    kept, rest = _deflated(d[1:], z[1:], 1, limit, [left[:, 1:], right[:, 1:n]], [above[1:], below[1:]])
+    kept, rest = _deflated(d[1:], z[1:], 1, limit, turns, [above[1:], below[1:]])
     kept, rest = np.concatenate([np.zeros(1, np.intp), kept + 1]), rest + 1
     dk, zk, k = d[kept], z[kept], len(kept)
     dk[1:2] = np.maximum(dk[1:2], limit / 2)
@@ -386,17 +513,14 @@ def _joined(group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: An
         length = np.linalg.norm(zk)
         roots, near, gap = _roots(group, dk, zk / length, length * length, squares=True)
         if not kernels.finite(roots):
-            return np.full(n, np.nan, dtype), left, right
+            return unknown, None, [(left, (), 0), (right, (), more)]
         vectors = _singular_vectors(group, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
     order = _rising(values)
-    ends = np.zeros(n, bool)
-    ends[0] = True
     outside = [(np.s_[: middle.start], above & ~ends), (middle, ends), (np.s_[middle.stop :], below)]
-    left = _turned(left, outside, kept, rest, vectors[0], order)
     blocks = [(np.s_[:first], above), (np.s_[first:], below | (ends & bool(more)))]
-    right = _turned(right, blocks, kept, rest, vectors[1], order, more)
-    return values[order] * largest, left, right
+    sides = [(left, (outside, kept, rest, vectors[0]), 0), (right, (blocks, kept, rest, vectors[1]), more)]
+    return values[order] * largest, order, sides
 
 
 def _singular_vectors(
@@ -409,11 +533,14 @@ def _singular_vectors(
     for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
         j = mine[start : start + step]
         each, own = d[j][:, None], np.arange(len(j))
-        ratio = (each - origin) - gap
+        ratio = each - origin
+        ratio -= gap
         below = each - d
         below[own, j] = 1
         ratio /= below
-        ratio *= (each + origin) + gap
+        np.add(each, origin, out=below)
+        below += gap
+        ratio *= below
         np.add(each, d, out=below)
         below[own, j] = 1
         ratio /= below
@@ -421,16 +548,25 @@ def _singular_vectors(
     exact = np.copysign(np.sqrt(np.abs(_shared(group, found, k)[:, 0])), z)
 
     def right(i: np.ndarray, order: np.ndarray) -> np.ndarray:
-        v, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
+        v, root = _above(d[order], origin[i], gap[i]), (origin[i] + gap[i])[:, None]
         np.divide(exact[order], v, out=v)
-        v *= np.divide((origin[i] + gap[i])[:, None], above, out=above)  # times the root, that squares stay in range
+        _multiply(v, root, d[order], origin[i], gap[i])  # times the root, that squares stay in range
         return v.T
 
     def left(i: np.ndarray, order: np.ndarray) -> np.ndarray:
-        u, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
+        u = _above(d[order], origin[i], gap[i])
         np.divide(exact[order], u, out=u)
-        u *= np.divide(d[order], above, out=above)
+        _multiply(u, d[order][None, :], d[order], origin[i], gap[i])
         u[:, order == 0] = -1
         return u.T
 
     return [left, right]
+
+
+def _multiply(v: np.ndarray, top: np.ndarray, d: np.ndarray, origin: np.ndarray, gap: np.ndarray) -> None:
+    """Multiply rows of v, those of roots, by `top` over the sums of d and the roots, a few at a time."""
+    step = max(FEW, SOME // 2 // len(d))
+    for start in range(0, len(v), step):
+        at = slice(start, start + step)
+        above = _above(d, -origin[at], -gap[at])
+        v[at] *= np.divide(top if top.shape[1] > 1 else top[at], above, out=above)

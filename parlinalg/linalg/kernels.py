@@ -491,6 +491,41 @@ def svd(a: Block, full_matrices: bool = False) -> tuple[Block, Block, Block]:
     return ut.T, values, vt.T
 
 
+def bidiagonal(a: Block) -> tuple[Block, Block, Block, Block]:
+    """Replace a matrix [m, n] with m ≥ n, in Fortran's order, by the reflections of A = Q B Pᴴ.
+
+    Returns the diagonal of the upper bidiagonal B, what is right of it, and the factors of the reflections of Q and P
+    (`gebrd`).
+    """
+    if not has_values(a):
+        return shape_solver.bidiagonal(a)
+    (m, n), real = a.shape, a.real.dtype
+    d, e, tau, pi = np.zeros(n, real), np.zeros(max(0, n - 1), real), np.zeros(n, a.dtype), np.zeros(n, a.dtype)
+    if n:
+        work = np.zeros(PANEL * (m + n), a.dtype)
+        call("gebrd", a.dtype, m, n, a, m, d, e, tau, pi, work, len(work))
+    return d, e, tau, pi
+
+
+def reflect_back(which: str, a: Block, tau: Block, z: Block) -> None:
+    """Replace z, in rows, by Q z or P z ("Q" or "P"), for the reflections in `a` that `bidiagonal` found (`ormbr`)."""
+    if not has_values(z):
+        shape_solver.reflect_back(a, z)
+        return
+    if not z.size or not a.size:
+        return
+    (m, k), complex_ = z.shape, z.dtype.kind == "c"
+    work = np.zeros(PANEL * (k + PANEL + 1), z.dtype)
+    if complex_:  # rows are the columns of zᵀ, and (P z)ᵀ = conj(zᴴ Pᴴ)
+        np.conj(z, out=z)
+    call(
+        "unmbr" if complex_ else "ormbr", z.dtype, which, "R", "C" if complex_ else "T", k, m,
+        a.shape[1] if which == "Q" else a.shape[0], a, len(a), tau, z, k, work, len(work),
+    )  # fmt: skip
+    if complex_:
+        np.conj(z, out=z)
+
+
 def small_svd(a: Block, compute_uv: bool = True) -> Any:
     """Return what `svd` of `routines` does, reduced, of a matrix that is small beside others.
 

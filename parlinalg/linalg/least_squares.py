@@ -224,14 +224,14 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
             s = zeros((0,), dtype=a.real.dtype, grid=a.grid)
         else:
             s = values_of_triangle(factor, "lstsq", keep)
-        rank = counted((s > limit_of(a, s, limit, 0)).sum(), k) if k else 0
+        rank = counted((s > limit_of(s, limit, 0)).sum(), k) if k else 0
         if rank == k:
             return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R, 1.0) if keep else ()
         if not keep:
             factor = factored()
     r = factor.R
     u, s, vh = svd(r, full_matrices=False)
-    kept = s > limit_of(r, s, limit, 0)
+    kept = s > limit_of(s, limit, 0)
     values = s * kept
     if wide:  # A = V S Uᴴ Qᴴ
         x = factor.times_q(matmul(u, kernels.quotients(matmul(vh, b), values[:, None])))
@@ -296,7 +296,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
         return found, n, distributed(s, Layout(a.layout.dims[-1]), grid, (n,))
     triangle = distributed(r, a.layout.with_partial(()), grid, (n, n))
     values_of_all = svdvals(triangle)
-    if counted((values_of_all > limit_of(triangle, values_of_all, limit, 0)).sum(), n) < n:
+    if counted((values_of_all > limit_of(values_of_all, limit, 0)).sum(), n) < n:
         return None
     return found, n, values_of_all
 
@@ -331,7 +331,7 @@ def _stacked(
         parts = ("wide" if m < n else "tall", q, r, unit)
         if not full:
             u, values, vh = svd(r, full_matrices=False)
-            values, left = values * (values > limit_of(r, values, limit, 1)), matmul(q, u)
+            values, left = values * (values > limit_of(values, limit, 1)), matmul(q, u)
             parts = ("svd", left, values, vh, unit) if m >= n else ("svd", vh.mT.conj(), values, left.mT.conj(), unit)
     return (x, ranks, s, squares if full else None), parts
 

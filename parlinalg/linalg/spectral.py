@@ -21,7 +21,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal
+from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne
 from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
@@ -39,6 +39,8 @@ from parlinalg.linalg.matrices import (
 )
 from parlinalg.linalg.planner import svd_by_one
 from parlinalg.linalg.systems import inv, solve_triangular
+from parlinalg.linalg.tile_sizes import by_gram
+from parlinalg.linalg.tiles import move, transposed
 from parlinalg.matmul import matmul
 
 
@@ -501,7 +503,7 @@ def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), tiles.grid)
 
 
-def limit_of(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
+def limit_of(s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts; `rtol` is one of `limits`."""
     rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else rtol
     largest = s.max(axis=-1, keepdims=True) if s.shape[-1] else zeros((*s.shape[:-1], 1), dtype=s.dtype, grid=s.grid)
@@ -534,7 +536,7 @@ def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     """
     x, rtol = as_matrix(x, "matrix_rank"), limits("matrix_rank: rtol", rtol, x.shape[:-2])
     s = svdvals(x)
-    return (s > limit_of(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
+    return (s > limit_of(s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
 
 
 @primitive
@@ -544,14 +546,73 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     Those are the ones below `rtol` times the largest, by default max(m, n) times the dtype's eps.
     """
     x, rtol = as_matrix(x, "pinv"), limits("pinv: rtol", rtol, x.shape[:-2])
+    if _large(x) and not (isinstance(rtol, DistArray) and rtol.ndim):
+        return _by_bidiagonal(x, rtol)
     u, s, vh = svd(x, full_matrices=False)
-    kept = s > limit_of(x, s, rtol, max(x.shape[-2:]))
+    kept = s > limit_of(s, rtol, max(x.shape[-2:]))
     v = vh.mT.conj()
     del vh
     v = v * reciprocals(s, kept)[..., None, :]
     uh = u.mT.conj()
     del u
     return matmul(v, uh)
+
+
+def _large(x: DistArray) -> bool:
+    """Return True for one matrix on hosts that is reduced to bidiagonal form, by all ranks or LAPACK, for its `svd`.
+
+    Its R is, if all ranks reduce it and it is tall or wide.
+    """
+    shape = max(x.shape[-2:]), min(x.shape[-2:])
+    if x.ndim > 2 or not x.grid.backend.cpu:
+        return False
+    if x.grid.size == 1:
+        return x.size * x.dtype.itemsize >= kernels.LARGE and not by_qr_first(x)
+    if svd_by_one(shape, x.grid.sizes):
+        return False
+    return not (small_triangle(shape, x.grid.size) and by_gram(shape, x.grid.size))
+
+
+def _by_bidiagonal(x: DistArray, rtol: Any) -> DistArray:
+    """Return the pseudoinverse of a matrix without its singular vectors.
+
+    With A = Q B Pᴴ it is P B⁺ Qᴴ: one matrix, that of the bidiagonal one, goes back through the reflections of both
+    sides, and of singular vectors none but those of B exist, some at a time.
+    """
+    wide, least = x.shape[0] < x.shape[1], max(x.shape)
+    held = [x.mT.conj() if wide else x]
+    layout, dtype, grid = held[0].layout.with_partial(()), x.dtype, x.grid
+    reduced, scale, q = _bidiagonal(held, "svd")
+
+    def inverses(values: np.ndarray) -> Any:
+        s = distributed(values, Layout(None), grid)
+        kept = s > limit_of(s, rtol, least)
+        return reciprocals(s, kept).redistribute(Layout(None)).block
+
+    (top, n), tiles = reduced.shape, reduced.tiles
+    rows, columns, tops = tiles.rows(top), tiles.columns(n), tiles.rows(n)
+    z: np.ndarray = bidiagonal.pseudoinverse(reduced, inverses).astype(dtype, copy=False)
+    if grid.inside:
+        reduced.right(z)
+    # (P B⁺)ᴴ, with zeros below it
+    z = move(kernels.adjoint(z), transposed(tiles.places(tops, columns)), tiles.places(tops, columns), grid)
+    if grid.inside:
+        if top > n:
+            above, z = z, reduced.xp.zeros((len(rows[tiles.i]), z.shape[1]), dtype)
+            z[: len(above)] = above
+            del above
+        reduced.left(z)
+        if scale != 1:
+            with np.errstate(over="ignore"):
+                z *= scale
+    del reduced
+    if q is None:
+        back = layout if wide else Layout(*layout.dims[::-1])
+        return tiles.home(z, rows, columns, x.shape[::-1], back, adjoint=not wide)  # type: ignore[arg-type]
+    found = tiles.home(z, rows, columns, (top, n), layout)
+    del z
+    found = q.times_q(found, last=True)
+    return found if wide else found.mT.conj()
 
 
 @of_arrays
@@ -621,7 +682,9 @@ def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagona
     return Tridiagonal(tiles, deal, half, n, x.dtype, keep), scale
 
 
-def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[Bidiagonal, Any, Any]:
+def _bidiagonal(
+    given: list[DistArray], name: str, keep: bool = True
+) -> tuple[Bidiagonal | BidiagonalOfOne, Any, QRFactor | None]:  # fmt: skip
     """Return the reduction of a matrix [m, n] with m ≥ n, its factor, and the QR factorization before it, if any.
 
     The matrix is taken out of the list.  Without `keep`, for values alone, no reflections are kept.
@@ -640,7 +703,10 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
     t = tiles.bring_to(x, want, host=True, out=rooms_of_few(x.grid, deal, [want], x.dtype)[0])
     scale = scaled(tiles, [t], t.dtype, name)
     held, shape = [t], x.shape
+    alone = x.grid.size == 1
     del t, x
+    if alone:
+        return BidiagonalOfOne(tiles, held, shape), scale, q  # type: ignore[arg-type]
     return Bidiagonal(tiles, deal, held, shape, keep), scale, q  # type: ignore[arg-type]
 
 

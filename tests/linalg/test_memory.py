@@ -21,6 +21,7 @@ SQUARE = {
     "eigh": linalg.eigh, "eigvalsh": linalg.eigvalsh, "svd": lambda a: linalg.svd(a, full_matrices=False),
     "qr with pivoting": lambda a: linalg.qr(a, pivoting=True),
     "svdvals": linalg.svdvals, "polar": linalg.polar, "expm": linalg.expm, "sqrtm": linalg.sqrtm,
+    "pinv": linalg.pinv,
 }  # fmt: skip
 LARGER = ("eigvalsh", "svdvals", "expm", "lstsq")
 """Where n is twice N: at N panels, 2 × 32 columns and as many rows of a reduction, are as large as a block."""
@@ -74,7 +75,7 @@ def test_memory_is_a_few_times_the_blocks(make_grid, name):
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("name", ["eigh", "eigvalsh", "svd", "svdvals", "polar"])
+@pytest.mark.parametrize("name", ["eigh", "eigvalsh", "svd", "svdvals", "polar", "pinv"])
 def test_memory_where_ranks_outnumber_cores(make_grid, monkeypatch, name):
     """With this rank's share of what lies in shared memory for all ranks, as if all of it were there at once."""
     monkeypatch.setattr(Grid, "cores", 2)
@@ -97,6 +98,21 @@ def test_memory_where_ranks_outnumber_cores(make_grid, monkeypatch, name):
     found = SQUARE[name](x)
     ratio += sum(shared) / 2 / (held(x) + held(found))  # of two calls
     assert max(grid.world.share(ratio)) < 3, ratio
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("shape", [(1024, 1024), (1100, 900), (900, 1100)], ids=str)
+def test_memory_of_pinv_on_one_rank(make_grid, shape, dtype):
+    grid = make_grid({"r": 1})
+    if not grid.backend.cpu:
+        return
+    rng = np.random.default_rng(5)
+    a = rng.uniform(-1, 1, shape) + (1j * rng.uniform(-1, 1, shape) if dtype == "complex128" else 0)
+    x = pla.distribute(a, grid, Layout(None, None))
+    linalg.pinv(x)
+    ratio = most(lambda: linalg.pinv(x), (x,))
+    assert ratio < 3, ratio
 
 
 TALL = {
