@@ -27,6 +27,8 @@ from parlinalg.linalg.tiles import indexer
 
 LEAF = 64
 """Rows of a part that LAPACK solves."""
+SMALLEST = 25
+"""Rows of a part that LAPACK's divide and conquer does not cut."""
 STRIP = 128
 """Columns of the vectors of a merge that exist at once, at the most: not many more elements than a rank has of w."""
 SOME = 1 << 14
@@ -379,11 +381,12 @@ def bidiagonal_strips(
     """
     d, e, scale = _near_one(d, e)
     n = len(d)
+    leaf = LEAF if comm.size > 1 else max(LEAF, n // 2)  # LAPACK solves both halves, with less memory than the whole
     with shared_collectives(comm, 2 * n, d.dtype) as group:
         if n <= LEAF:
             values, left, right = _part(group, d, e, rows, 0, n, 0)
             return values[::-1] * scale, lambda i: (left[:, n - 1 - i], right[1:-1, n - 1 - i])
-        values, order, sides = _part(group, d, e, rows, 0, n, 0, _merge)
+        values, order, sides = _part(group, d, e, rows, 0, n, 0, _merge, leaf)
     if order is None:
         return values, None
     made = []
@@ -406,17 +409,20 @@ def _near_one(d: np.ndarray, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any
 
 def _part(
     group: SharedCollectives, d: np.ndarray, e: np.ndarray, rows: np.ndarray, low: int, high: int, more: int,
-    join: Callable[..., Any] | None = None,
+    join: Callable[..., Any] | None = None, leaf: int = LEAF,
 ) -> Any:  # fmt: skip
-    """Return the part of some rows of a bidiagonal matrix, or what `join` makes of its own two parts.  Collective."""
-    if high - low <= LEAF:
+    """Return the part of some rows of a bidiagonal matrix, or what `join` makes of its own two parts.  Collective.
+
+    LAPACK solves parts of up to `leaf` rows.
+    """
+    if high - low <= leaf:
         mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
         return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
-    at, join = (low + high) // 2, join or _joined
-    own = int(np.isin(at, rows))
-    return join(
-        group, _part(group, d, e, rows, low, at, 1), _part(group, d, e, rows, at + 1, high, more), d[at], e[at], own,
-        more,
+    at = (low + high) // 2
+    own, ends = int(np.isin(at, rows)), ((low, at, 1), (at + 1, high, more))
+    return (join or _joined)(
+        group, _part(group, d, e, rows, *ends[0], leaf=leaf), _part(group, d, e, rows, *ends[1], leaf=leaf),
+        d[at], e[at], own, more,
     )  # fmt: skip
 
 
@@ -427,11 +433,14 @@ def _bidiagonal_leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, others: np.
     if not n:
         return d.copy(), namespace(d).zeros((0, 0), d.dtype), namespace(d).zeros((2, 0), d.dtype)
     values, off = d.copy(), np.append(e, e.dtype.type(0))
-    u, vt = np.eye(n, dtype=d.dtype, order="F"), np.eye(n + more, dtype=d.dtype, order="F")
-    unused, work = np.zeros(1, d.dtype), np.zeros(4 * (n + 1), d.dtype)
-    failed = kernels.call(
-        "lasdq", d.dtype, "U", more, n, n + more, n, 0, values, off, vt, n + more, u, n, unused, 1, work
-    )
+    u, vt, m = np.eye(n, dtype=d.dtype, order="F"), np.eye(n + more, dtype=d.dtype, order="F"), n + more
+    if n > LEAF:  # LAPACK's own divide and conquer
+        steps, work = np.zeros(8 * n, blas.scipy_integer()), np.zeros(m * (3 * m + 2), d.dtype)
+        failed = kernels.call("lasd0", d.dtype, n, more, values, off, u, n, vt, m, SMALLEST, steps, work)
+    else:
+        unused, work = np.zeros(1, d.dtype), np.zeros(4 * (n + 1), d.dtype)
+        failed = kernels.call("lasdq", d.dtype, "U", more, n, m, n, 0, values, off, vt, m, u, n, unused, 1, work)
+    del work
     order = np.argsort(values, kind="stable")
     values = np.full_like(d, np.nan) if failed else values[order]
     v = vt.T[:, [*order.tolist(), *range(n, n + more)]]
