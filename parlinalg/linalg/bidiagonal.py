@@ -238,7 +238,8 @@ def pseudoinverse(
     every, values, strips = dealt(n, 1, grid.size), xp.zeros(n, dtype), None
     if grid.inside:
         mine = every[grid.rank]
-        memory.give_back(8 * n * len(mine))
+        if grid.size > 1:
+            memory.give_back(8 * n * len(mine))
         values, strips = bidiagonal_strips(reduced.d, reduced.e, mine, grid.everyone)
     _refuse_unconverged(reduced, values)
     found = inverses(values)
@@ -250,12 +251,13 @@ def pseudoinverse(
     step = max(STRIP // 8, min(STRIP, n // grid.size // 8))
     for start in range(0, len(numbers), step):
         at = numbers[start : start + step]
-        (wide,) = dealt(len(at), len(at), 1)
-        have = [(each, wide) for each in every]
         left, right = strips(at)
         right *= found[at]
-        right = move(right, have, [(rows[i], wide) for i, _ in tiles.coords], grid)
-        left = move(left, have, [(columns[j], wide) for _, j in tiles.coords], grid)
+        if grid.size > 1:
+            (wide,) = dealt(len(at), len(at), 1)
+            have = [(each, wide) for each in every]
+            right = move(right, have, [(rows[i], wide) for i, _ in tiles.coords], grid)
+            left = move(left, have, [(columns[j], wide) for _, j in tiles.coords], grid)
         blas.add_product(z, right, left.T)
         del left, right
     return z
