@@ -45,6 +45,7 @@ SQUARE = {
     "pivoted-qr": ("scalapack",),
     "eigh": ("scalapack", "heat"),
     "svd": ("scalapack", "heat"),
+    "pinv": (),
     "cg": (),
 }
 """The libraries that have a routine for square matrices, beside parlinalg and LAPACK."""
@@ -69,7 +70,7 @@ OPERATIONS = {
     "lstsq": lambda m, n: 2 * n * n * (m - n / 3),
 }
 """Floating-point operations of the routines for which all count the same ones, by Householder's QR."""
-REPEATS = {"eigh": 1, "svd": 1}
+REPEATS = {"eigh": 1, "svd": 1, "pinv": 1}
 """Timed repeats a round, where not 3."""
 
 
@@ -220,7 +221,7 @@ def on_gpu(args: argparse.Namespace, sizes: list[tuple[int, int]]) -> dict[str, 
         for routine in args.routines
         for dtype in ([args.dtype] if args.dtype else ["float64", "float32"])
         if routine in (SQUARE if m == n else TALL)
-        and routine not in ("cg", "pivoted-qr")
+        and routine not in ("cg", "pivoted-qr", "pinv")
         and not (routine == "svd" and n > 4096)
     ]
     for _ in range(args.rounds):

@@ -75,6 +75,7 @@ def lapack(m: int, n: int) -> Piece:
         "lstsq": lambda: linalg.lstsq(a, b, lapack_driver="gelsd", **unchecked),
         "eigh": lambda: linalg.eigh(a, driver="evd", **unchecked),
         "svd": lambda: linalg.svd(a, full_matrices=False, **unchecked),
+        "pinv": lambda: linalg.pinv(a, **unchecked),
     }[ROUTINE])  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def parlinalg(m: int, n: int) -> Piece:
         "lstsq": lambda: linalg.lstsq(a, b),
         "eigh": lambda: linalg.eigh(a),
         "svd": lambda: linalg.svd(a, full_matrices=False),
+        "pinv": lambda: linalg.pinv(a),
         "cg": lambda: linalg.cg(a, b[:, 0], rtol=0, maxiter=ITERATIONS),
     }[ROUTINE]
     return Piece(run, held((a, b)), held, a.block if ROUTINE == "cg" else None)

@@ -555,7 +555,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     v = v * reciprocals(s, kept)[..., None, :]
     uh = u.mT.conj()
     del u
-    return matmul(v, uh)
+    return matmul(v, uh, layout=x.mT.layout.with_partial(()))
 
 
 def _large(x: DistArray) -> bool:

@@ -218,6 +218,48 @@ def test_svd(grid, shape_of, full):
         ratio(np.abs(linalg.svdvals(x).gather() - s).max(initial=0), norm(a), most, dtype, (name, "values alone"))
 
 
+@pytest.mark.parametrize(
+    "shape_of",
+    [lambda n: (n, n), lambda n: (n + 3, n), lambda n: (n, n + 5), lambda n: (2 * n + 1, n), lambda n: (n, 12 * n)],
+    ids=["square", "higher", "wider", "tall", "wide"],
+)
+def test_pinv(grid, shape_of):
+    """By the conditions of Penrose, of matrices of full and of lower rank."""
+    for name, a, layout, rng in cases(grid, 21, (0, 1, 2, 7, 33, 97)):
+        shape, dtype = shape_of(len(a)), a.dtype
+        if shape != a.shape:
+            if name != "random":
+                continue
+            a = random(shape, dtype, rng)
+        lower = a.copy()
+        lower[:, shape[1] // 2 :] = a[:, :1]
+        for each in (a, lower) if min(shape) > 2 else (a,):
+            x = pla.distribute(each, grid, layout)
+            found = linalg.pinv(x)
+            assert found.layout == x.mT.layout
+            p, most = found.gather(), max(1, *shape)
+            assert (p.shape, p.dtype) == (shape[::-1], dtype)
+            product = norm(each) * norm(p)
+            ratio(norm(each @ p @ each - each), norm(each) * product, most, dtype, (name, shape, dtype, "A P A"))
+            ratio(norm(p @ each @ p - p), norm(p) * product, most, dtype, (name, shape, dtype, "P A P"))
+            for square in (each @ p, p @ each):
+                ratio(norm(square - square.conj().T), product, most, dtype, (name, shape, dtype, "Hermitian"))
+            np.testing.assert_array_equal(x.gather(), each)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(70, 70), (66, 90), (97, 40)], ids=str)
+def test_pinv_near_the_ends_of_the_range(grid, shape, dtype):
+    limits, a = np.finfo(dtype), random(shape, dtype, np.random.default_rng(22))
+    a /= np.abs(a).max()
+    for unit in (2.0 ** (limits.maxexp - 12), 2.0 ** (limits.minexp + 12)):
+        x = pla.distribute(a * a.real.dtype.type(unit), grid, grid.default_layout(shape))
+        p = linalg.pinv(x).gather().astype(np.result_type(dtype, np.float64)) * unit
+        wide = a.astype(p.dtype)
+        ratio(norm(wide @ p @ wide - wide), norm(a) ** 2 * norm(p), max(shape), dtype, unit)
+        assert not linalg.pinv(x, rtol=2.0).gather().any()
+
+
 @pytest.mark.parametrize("shape", [(30, 30), (170, 20), (20, 170), (60, 20), (25, 20)], ids=str)
 def test_all_ranks_have_the_same_bits(grid, shape):
     """Of values and vectors that one rank finds, or all together: each rank has all of them."""
