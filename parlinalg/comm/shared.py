@@ -81,7 +81,7 @@ def shared_array(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any
     """
     held = _held(comm)
     size, head = math.prod(shape) * np.dtype(dtype).itemsize, 8 * Meeting.SPREAD * comm.size
-    if held is None or held.in_use or not tunables.SHARED_BYTES <= size < held.refused:
+    if held is None or held.in_use or not can_share(comm, size) or size >= held.refused:
         yield None
         return
     if held.memory is None or len(held.memory) < head + size:
@@ -399,7 +399,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     formed in 32.
     """
     own = size * np.dtype(dtype).itemsize
-    if not _possible(comm) or own < tunables.SHARED_BYTES or by_terms(np.dtype(dtype)):
+    if not can_share(comm, own) or by_terms(np.dtype(dtype)):
         return None
     memory = _made(comm, comm.size * own, own)
     if memory is None:
@@ -417,7 +417,7 @@ def lasting_array(comm: Comm, size: int, dtype: Any, keep: bool = True) -> Any:
     Without `keep` it is freed, and no memory of an earlier one is taken.
     """
     held, own = _held(comm), -(-size * np.dtype(dtype).itemsize // comm.size)
-    if held is None or own * comm.size < tunables.SHARED_BYTES:
+    if held is None or not can_share(comm, own * comm.size):
         return None
     if not keep:
         memory = _made(comm, own * comm.size, own)
@@ -443,6 +443,11 @@ def beside(comm: Comm, buffer: Any) -> Any:
     rows = whole.reshape(comm.size, -1)
     at = (buffer.ctypes.data - rows[comm.rank].ctypes.data) // buffer.itemsize
     return rows[:, at : at + buffer.size]
+
+
+def can_share(comm: Comm, size: int) -> bool:
+    """Return True if an array of so many bytes lies in shared memory, where that can be had: it is not a small one."""
+    return _possible(comm) and size >= tunables.SHARED_BYTES
 
 
 def _possible(comm: Comm) -> bool:

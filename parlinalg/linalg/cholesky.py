@@ -10,7 +10,7 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Handle
-from parlinalg.comm.shared import ORDERED, Steps, shared_array
+from parlinalg.comm.shared import ORDERED, Steps, can_share, shared_array
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles, resting
@@ -293,6 +293,17 @@ class SharedCholesky:
         out[:, stop - left :] = 0
         corner = out[:, diagonal - left : stop - left]
         corner[...] = np.tril(corner, k - diagonal)
+
+
+def in_shared_memory(tiles: Tiles, n: int, dtype: Any) -> bool:
+    """Return True if ranks factor a matrix [n, n] as `SharedCholesky` does, where they can have the memory for it.
+
+    A rank outside of the grid takes the others to be on one node.
+    """
+    grid, itemsize = tiles.grid, np.dtype(dtype).itemsize
+    if not (ORDERED and grid.backend.host_memory and grid.size > tiles.R * tiles.D == 1):
+        return False
+    return not grid.inside or can_share(tiles.across, n * _row(n, itemsize) * itemsize)
 
 
 def _row(n: int, itemsize: int) -> int:

@@ -20,7 +20,7 @@ from parlinalg.comm.shared import SharedCollectives
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.cholesky import Cholesky, SharedCholesky
+from parlinalg.linalg.cholesky import Cholesky, SharedCholesky, in_shared_memory
 from parlinalg.linalg.lu import LU, determinant
 from parlinalg.linalg.matrices import (
     INDEFINITE,
@@ -31,7 +31,6 @@ from parlinalg.linalg.matrices import (
     batches,
     checked_tiles,
     distributed,
-    in_one_node,
     refuse_nonfinite,
     scalar,
     scaled,
@@ -260,6 +259,10 @@ class CholeskyFactor(WithDeterminant, Factor):
         work = Cholesky(tiles, t, n, target)
         with np.errstate(all="ignore"):
             work.run()
+        if near and x is not None and not self.grid.backend.values:  # imagined ranks share L as those of a host do
+            shared, self._t, self.divided = self.grid.backend.empty((n, n), a.dtype), t[:0, :0], True
+            for adjoint in (True, False):
+                kernels.substitute(shared, x, right=True, lower=True, adjoint=adjoint)
         if tiles.D > 1:  # each layer has the panels that it factored
             self._t = tiles.own(t, self.columns)
         return (None if target is None else target[0]), work.minor, finite and work.finite
@@ -313,8 +316,8 @@ def divided(x: DistArray, a: DistArray) -> DistArray:
     LinAlgError
         If a leading minor of A is not positive, which it names.
     """
-    grid, found = x.grid, None
-    if grid.size > 1 and isinstance(x.block, np.ndarray) and in_one_node(grid):
+    grid, tiles, found = x.grid, tiles_for(a, None, "cholesky"), None
+    if in_shared_memory(tiles, len(a), a.dtype):
         found = x.redistribute(rows_alone(grid.sizes))
         found = found.like(found.block.copy(order="C"))
     factor = CholeskyFactor(a, rows=None if found is None else found.block)

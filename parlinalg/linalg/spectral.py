@@ -661,8 +661,10 @@ def _near_one(x: DistArray) -> DistArray:
     if not values.grid.backend.values or x.dtype.kind not in "fc":
         return x
     sizes = abs(values).max(axis=(-2, -1), keepdims=True)
-    units = sizes.like(values.grid.backend.from_host(kernels.units(kernels.to_host(sizes.block), squares=True)))
-    return x * units
+    units = kernels.units(kernels.to_host(sizes.block), squares=True)
+    if x.ndim == 2 and (units == 1).all():
+        return x
+    return x * sizes.like(values.grid.backend.from_host(units))
 
 
 def _alone(x: DistArray, subset: Any = None) -> bool:

@@ -21,9 +21,9 @@ SQUARE = {
     "eigh": linalg.eigh, "eigvalsh": linalg.eigvalsh, "svd": lambda a: linalg.svd(a, full_matrices=False),
     "qr with pivoting": lambda a: linalg.qr(a, pivoting=True),
     "svdvals": linalg.svdvals, "polar": linalg.polar, "expm": linalg.expm, "sqrtm": linalg.sqrtm,
-    "pinv": linalg.pinv,
+    "pinv": linalg.pinv, "cond": linalg.cond, "matrix_rank": linalg.matrix_rank,
 }  # fmt: skip
-LARGER = ("eigvalsh", "svdvals", "expm", "lstsq")
+LARGER = ("eigvalsh", "svdvals", "expm", "lstsq", "cond", "matrix_rank")
 """Where n is twice N: at N panels, 2 × 32 columns and as many rows of a reduction, are as large as a block."""
 SIDES = {"solve": linalg.solve, "lstsq": linalg.lstsq}
 
@@ -75,7 +75,7 @@ def test_memory_is_a_few_times_the_blocks(make_grid, name):
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("name", ["eigh", "eigvalsh", "svd", "svdvals", "polar", "pinv"])
+@pytest.mark.parametrize("name", ["eigh", "eigvalsh", "svd", "svdvals", "polar", "pinv", "cond"])
 def test_memory_where_ranks_outnumber_cores(make_grid, monkeypatch, name):
     """With this rank's share of what lies in shared memory for all ranks, as if all of it were there at once."""
     monkeypatch.setattr(Grid, "cores", 2)

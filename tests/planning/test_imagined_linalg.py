@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import linalg, tunables
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import divide, hessenberg, least_squares, matrices, spectral, systems, vectors
@@ -291,9 +291,12 @@ def of_condition(n: int, condition: float) -> np.ndarray:
 
 @pytest.mark.one_in(3)
 @pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("shared", [False, True], ids=["messages", "shared memory"])
 @pytest.mark.parametrize("condition", [2.0, 1e3, 1e9, 1e13])
-def test_ledgers_of_polar_decompositions_are_those_of_real_ranks(world, condition):
+def test_ledgers_of_polar_decompositions_are_those_of_real_ranks(world, condition, shared, monkeypatch):
     """The condition says how many steps are taken, and which of them factor by QR; several GPUs begin `svd` so."""
+    if shared:  # as larger matrices are: rows are divided by the factor where it lies
+        monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
     square = of_condition(50, condition)
     for sizes, layout in grids(world.size):
         for dense, side in ((square, "right"), (square[:, :20], "left"), (square[:20], "right")):
