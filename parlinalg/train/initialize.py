@@ -22,7 +22,7 @@ from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.parallel.gatherer import WeightGatherer, check_cut, rest_cut
-from parlinalg.parallel.handlers import Handler, ZeRO
+from parlinalg.parallel.handlers import DataParallel, Handler, SequenceParallel, ZeRO
 from parlinalg.parallel.precision import LossScaler, Unscaled
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.model import PipelineModel
@@ -31,7 +31,7 @@ from parlinalg.train.config import LossScaleConfig, ParallelConfig, TrainingConf
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed, grid_of, length_of
 from parlinalg.train.losses import Criterion, Metric
-from parlinalg.train.mesh import OUTER_AXES, Mesh, resolve, zero_axes
+from parlinalg.train.mesh import DATA, OUTER_AXES, Mesh, resolve, zero_axes
 from parlinalg.train.offload import check_offload, offload
 from parlinalg.train.schedules import BaseSchedule, check_schedule, cut, order_of, schedule_of, worker_of
 from parlinalg.train.schema import named
@@ -289,7 +289,7 @@ def _check_cut(config: TrainingConfig, world: Comm, grid: Grid, model: Module) -
     axes = _sharded(config, grid.sizes)
     if axes and all(p.reducer is None for p in own) and not any(rest_cut(own, axis) for axis in axes):
         try:
-            check_cut(own, axes[-1:])
+            check_cut(own, (DATA,) if DATA in axes else axes[-1:])
         except ConfigError as error:
             problem = str(error)
     everyone = world.share(problem, others="by rank") if model.in_stages else [problem]
@@ -336,7 +336,7 @@ def _gradient_handlers(config: TrainingConfig, sizes: Mapping[str, int]) -> list
     given = [h for h in config.gradient_handler if not _idle(h, sizes)]
     zero = config.zero
     if zero.stage and (axes := zero_axes(zero, sizes)):
-        given = [h for h in given if type(h).__name__ != "DataParallel"]  # ZeRO is what is done over its axes
+        given = [h for h in given if not isinstance(h, DataParallel | SequenceParallel)]  # all others are all-reduced
         given.append(ZeRO(zero.stage, axes, zero.accumulate))
     return given
 
@@ -440,18 +440,19 @@ def memory_lines(mesh: Mesh, engine: Engine) -> dict[str, str]:
     """Return lines that report what is sharded and offloaded: a head and a text each.  Collective."""
     zero, sizes, experts = mesh.config.zero, mesh.grid.sizes, mesh.config.parallel.experts
     lines = {} if engine.memory_plan is None else {"offload": mesh.by_stage(str(engine.memory_plan))}
-    every = span_of(mesh.axes("data"), sizes)
+    data = span_of(mesh.axes("data"), sizes)
 
-    def groups(ranks: int) -> str:
+    def groups(ranks: int, every: int) -> str:
         return f", in {every // ranks} groups that hold copies" if every > ranks else ""
 
     if experts is not None:
-        lines = {"experts": f"cut over {experts} data parallel ranks{groups(experts)}", **lines}
+        lines = {"experts": f"cut over {experts} data parallel ranks{groups(experts, data)}", **lines}
     if not zero.stage:
         return lines
     ranks = span_of(zero_axes(zero, sizes), sizes)
     shared = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
-    text = f"stage {zero.stage}: {shared[zero.stage - 1]} shared by {ranks} ranks{groups(ranks)}"
+    text = f"stage {zero.stage}: {shared[zero.stage - 1]} shared by {ranks} ranks"
+    text += groups(ranks, data * span_of(mesh.axes("sequence"), sizes))
     if ranks == 1:
-        text = f"stage {zero.stage}: nothing to share, there is one data parallel rank in a group"
+        text = f"stage {zero.stage}: nothing to share, there is one rank in a group"
     return {"zero": text, **lines}

@@ -323,22 +323,29 @@ def _with_groups(spec: MeshSpec, experts: int | None, zero: ZeroConfig) -> MeshS
     if DATA in axes and group < spec.data:
         scheme = scheme.factored(DATA, (REPLICA, DATA))
         axes = {REPLICA: spec.data // group, **{a: group if a == DATA else n for a, n in axes.items()}}
-    if zero.stage == 3 and DATA in axes:
-        scheme = scheme.with_weights_cut(zero_axes(zero, axes))
+    if zero.stage == 3 and (shards := zero_axes(zero, axes)):
+        scheme = scheme.with_weights_cut(shards)
     outer = OUTSIDE if experts is None or spec.pipeline == 1 else (REPLICA,)
     return replace(spec, scheme=scheme, axes=axes, outer=outer)
 
 
 def zero_axes(zero: ZeroConfig, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes of a grid over which ZeRO shards: all of data parallelism, or the inner one of groups that hold
-    copies.  A parameter that one of them cuts, such as experts, is sharded over the other one.
+    """Return the axes of a grid over which ZeRO shards.
 
-    >>> zero_axes(ZeroConfig(1), {"replica": 4, "data": 2}), zero_axes(ZeroConfig(1, 2), {"replica": 4, "data": 2})
-    (('replica', 'data'), ('data',))
+    By default these are all axes of data parallelism and of the sequence: their ranks hold the same weights, and sum
+    the gradients.  With `within`, groups of so many data parallel ranks shard, and both other groups and the ranks that
+    share a sequence hold copies.  A parameter that one of the axes cuts, such as experts, is sharded over the others.
+
+    >>> zero_axes(ZeroConfig(1), {"replica": 4, "data": 2, "s": 2}), zero_axes(ZeroConfig(1), {"u": 2, "t": 2})
+    (('replica', 'data', 's'), ('u',))
+    >>> zero_axes(ZeroConfig(1, 2), {"replica": 4, "data": 2, "s": 2})
+    ('data',)
     """
-    axes = tuple(axis for axis in OUTSIDE if axis in sizes) if DATA in sizes else ()
-    ranks = math.prod(sizes[axis] for axis in axes)
-    return axes if zero.within in (None, ranks) else axes[-1:]
+    data = tuple(axis for axis in OUTSIDE if axis in sizes) if DATA in sizes else ()
+    if zero.within is None:
+        return (*data, *(axis for axis in (RING, ULYSSES) if axis in sizes))
+    ranks = math.prod(sizes[axis] for axis in data)
+    return data if zero.within == ranks else data[-1:]
 
 
 def _schedule(config: TrainingConfig, spec: MeshSpec) -> Schedule | None:

@@ -61,6 +61,7 @@ def shaped(mode: str, *shape: int, **options: Any) -> dict[str, Any]:
 TWO = {"num_hidden_layers": 2}
 MODELS |= {f"{kind}, two layers": MODELS[kind] | TWO for kind in ("gpt", "grouped", "experts")}
 RING = {"size": 2}
+ULYSSES = {"size": 2, "ulysses": 2}
 BOTH = {"size": 4, "ulysses": 2}
 DISK = {"optimizer": "disk"}
 CASES: list[Case] = [
@@ -69,7 +70,14 @@ CASES: list[Case] = [
     (2, "grouped", {"sequence": {"size": 2, "ulysses": 2}, "parts": 2}),
     (2, "experts", {"data": 2, "zero": 2, "parts": 2, "packed": True}),
     (2, "gpt, two layers", {"data": 2, "zero": 3, "recompute": "block", "parts": 2, "precision": "float32"}),
+    (2, "gpt", {"sequence": RING, "zero": 1, "parts": 2}),
+    (2, "llama", {"sequence": ULYSSES, "zero": 2, "parts": 2}),
+    (2, "gpt, two layers", {"sequence": RING, "zero": 3, "recompute": "block", "offload": DISK}),
+    (2, "grouped", {"sequence": ULYSSES, "zero": 3, "parts": 2}),
+    (2, "experts", {"sequence": RING, "zero": 3, "expert_axis": "s"}),
+    (2, "gpt, Muon", {"sequence": RING, "zero": 2}),
     (3, "gpt", {"sequence": {"size": 3, "order": "striped"}, "recompute": "attention"}),
+    (3, "llama", {"sequence": {"size": 3}, "zero": {"stage": 2, "accumulate": "whole"}, "parts": 2}),
     (3, "llama", {"data": 3, "zero": {"stage": 2}, "parts": 2}),
     (3, "experts", {"data": 3, "zero": 1}),
     (4, "gpt", {"data": 2, "tensor": one_d(2), "zero": 1, "parts": 3}),
@@ -78,6 +86,12 @@ CASES: list[Case] = [
     (4, "gpt", {"data": 2, "tensor": shaped("2d", 1, 2), "zero": 1}),
     (4, "experts, two layers", {"data": 2, "sequence": RING, "zero": 3, "packed": True, "parts": 3}),
     (4, "llama", {"sequence": BOTH}),
+    (4, "llama", {"sequence": BOTH, "zero": 3, "parts": 2}),
+    (4, "gpt", {"data": 2, "sequence": RING, "zero": 1, "parts": 2}),
+    (4, "gpt", {"data": 2, "sequence": ULYSSES, "zero": {"stage": 3, "within": 2}}),
+    (4, "experts", {"data": 2, "sequence": RING, "zero": 2, "expert_axis": "s"}),
+    (4, "experts, Muon", {"data": 2, "sequence": RING, "zero": 3}),
+    (4, "gpt", {"sequence": RING, "tensor": one_d(2), "zero": 3}),
     (4, "gpt", {"sequence": RING, "tensor": one_d(2), "recompute": "block", "parts": 2}),
     (4, "gpt", {"data": 4, "zero": {"stage": 2, "within": 2, "accumulate": "whole"}, "parts": 2}),
     (4, "gpt", {"data": 2, "sequence": RING, "zero": 3, "offload": {"optimizer": "disk", "activations": "disk"}}),
@@ -138,7 +152,7 @@ def config(kind: str, path: Path, case: dict[str, Any]) -> dict[str, Any]:
         "name": "text", "path": str(path.parent / "several" if packed else path), "sequence_length": 11,
         "validation": 0.15, "packed": packed,
     }  # fmt: skip
-    model = MODELS[kind] | {k: case[k] for k in ("recompute",) if k in case}
+    model = MODELS[kind] | {k: case[k] for k in ("recompute", "expert_axis") if k in case}
     parallel = {k: case[k] for k in ("data", "experts", "sequence", "tensor") if k in case}
     more = {k: case[k] for k in ("zero", "offload", "precision") if k in case}
     optimizer = OPTIMIZERS.get(kind, BASE["optimizer"])

@@ -52,6 +52,8 @@ HYBRIDS: list[tuple[int, dict[str, Any]]] = [
         },
     ),
     (4, {"parallel": {"pipeline": 2, "sequence": 2}, "schedule": "zb-h1"}),
+    (4, {"parallel": {"pipeline": 2, "sequence": 2}, "zero": 3}),
+    (4, {"parallel": {"pipeline": 2, "sequence": {"size": 2, "ulysses": 2}}, "zero": 2, "schedule": "zb-v"}),
     (6, {"parallel": {"pipeline": {"size": 3, "partition": [1, 3, 1]}, "tensor": {"size": 2, "mode": "1d"}}}),
     (8, {"parallel": {"pipeline": 2, "tensor": GRID}}),
 ]

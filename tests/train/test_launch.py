@@ -209,7 +209,7 @@ def test_gradients_are_reduced_once_whatever_handlers_are_named(
     want = trained(**tensor)
     assert want[1] == []
     assert trained(**tensor, gradient_handler=["DataParallel", "SequenceParallel"]) == want
-    assert trained(**tensor, zero=2)[1] == ["stage 2: nothing to share, there is one data parallel rank in a group"]
+    assert trained(**tensor, zero=2)[1] == ["stage 2: nothing to share, there is one rank in a group"]
     if SIZE == 4:
         said = "stage 2: optimizer states and gradients shared by 2 ranks, in 2 groups that hold copies"
         assert trained(zero={"stage": 2, "within": 2})[1] == [said]
