@@ -11,8 +11,8 @@ from typing import NamedTuple
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Moment
 from parlinalg.planning.candidates import Candidate, mode_of, offload_sets
-from parlinalg.planning.parts import SMALL, SPANS, Part, offload_moves
-from parlinalg.planning.traced_model import HOME, Cut, Rest, TracedModel, dependencies
+from parlinalg.planning.parts import SMALL, SPANS, Part, Rest, offload_moves
+from parlinalg.planning.traced_model import HOME, Cut, TracedModel, dependencies
 
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
 
@@ -81,9 +81,9 @@ class Bounds:
         """Return bytes that the fullest rank of a candidate cannot be below, without a trace.
 
         Unless it is offloaded, each weight, gradient and state is on at least one of the pipeline × tensor ranks of a
-        copy of the model.  ZeRO's stages share states, gradients and weights between the data parallel ranks, and
-        matrix-wise optimizers may share theirs between any; of experts see `_experts`.  The fullest rank holds at least
-        the mean.
+        copy of the model.  ZeRO's stages share states, gradients and weights between the ranks that hold the same
+        ones, and matrix-wise optimizers may share theirs between any; of experts see `_experts`.  The fullest rank
+        holds at least the mean.
         """
         whole = Rest(*(n // c.pipeline for n in self.model.alone(c.dtype)))
         rest = self._at_rest(c, whole, self.model.experts(c.dtype))
@@ -94,7 +94,7 @@ class Bounds:
         ranks, every = c.tensor.ranks or 1, self.model.ranks // c.pipeline
 
         def share(stage: int) -> int:
-            return min(every, ranks * (c.within or c.data)) if c.zero >= stage else ranks
+            return min(every, ranks * self.model.sharing_zero(c)) if c.zero >= stage else ranks
 
         return Rest(share(3), share(2), every if self.model.config.optimizer.name in HOME else share(1))
 
@@ -103,19 +103,20 @@ class Bounds:
         least.
 
         The axis that cuts experts leaves some rank along it the most of them, and these are cut over the other axes of
-        tensor parallelism at the most.  ZeRO's stages share them between the data parallel ranks that have the same.
+        tensor parallelism at the most.  ZeRO's stages share them between the ranks that have the same.
         That rank is the first along the axis, where uneven pieces of all else are the largest too.
         """
         options = self.model.config.model.options
         count, every = int(options.get("num_local_experts", 1)), self.model.ranks // c.pipeline
-        least, ranks, cut, copies = Fraction(1, every), c.tensor.ranks or 1, 1, c.within or c.data
+        least, ranks, cut, copies = Fraction(1, every), c.tensor.ranks or 1, 1, self.model.sharing_zero(c)
         if c.experts == "data" or (c.experts is None and options.get("expert_axis", "data") == "data"):
             cut = self.model.sharing_experts(c)
-            copies = 1 if c.within else c.data // cut
+            copies = 1 if c.within else max(1, copies // cut)
         elif c.experts is None:  # several axes, say
             return least, least, least
         elif c.experts == "s":
             cut = c.sequence // c.ulysses
+            copies = copies if c.within or self.model.config.zero.within else max(1, copies // cut)
         elif c.experts != "none":
             cut = mode_of(c.tensor)[1][c.experts]
             ranks //= cut
@@ -132,7 +133,8 @@ class Bounds:
 
     def _left(self, c: Candidate, rest: Rest, kinds: Collection[str]) -> Rest:
         """Return what is left at rest where kinds are offloaded, at the least."""
-        gone = (self.model.settles(c) or c.data == 1) and not {"parameters", "gradients"}.isdisjoint(kinds)
+        settles = self.model.settles(c) or self.model.sharing_zero(c) == 1
+        gone = settles and not {"parameters", "gradients"}.isdisjoint(kinds)
         return Rest(
             0 if "parameters" in kinds else rest.weights, 0 if gone else rest.gradients,
             0 if "optimizer" in kinds else rest.states,
@@ -305,7 +307,7 @@ class Bounds:
         """
         later = self._weights_later(c)
         bare, away = self.model.layers_of_one_copy(c), "activations" in kinds
-        gathering = self.model.layers(c) if c.zero == 3 and c.data > 1 else None
+        gathering = self.model.layers(c) if c.zero == 3 and self.model.sharing_zero(c) > 1 else None
         ends = bare[-1].kept if b == len(bare) else 0
         ratio = self._ratio(c)
         forward = backward = 0

@@ -53,6 +53,11 @@ class MeshShape(NamedTuple):
         """The ranks that share one copy of a stage."""
         return self.sequence * (self.tensor.ranks or 1)
 
+    @property
+    def copies(self) -> int:
+        """The ranks that hold the same weights without ZeRO: all data parallel ranks and those of a sequence."""
+        return self.data * self.sequence
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -84,7 +89,8 @@ class Candidate:
     expert_ranks : int or None
         The data parallel ranks over which experts are cut, where these are groups of them.
     within : int or None
-        The data parallel ranks of a group within which ZeRO shards; None for all, or what the configuration gives.
+        The data parallel ranks of a group within which ZeRO shards; None for all with those that share a sequence, or
+        what the configuration gives.
     """
 
     data: int
@@ -424,22 +430,23 @@ class Space:
         powers = (1 << k for k in range(MOST_MICROBATCHES.bit_length()))
         return sorted({least, *(n for n in (*divisors(self.batch, MOST_MICROBATCHES), *powers) if least < n <= each)})
 
-    def stages(self, data: int) -> list[int]:
-        """Return the stages of ZeRO."""
+    def stages(self, mesh: MeshShape) -> list[int]:
+        """Return the stages of ZeRO on a mesh: 0 alone where no ranks hold the same weights."""
         if "zero" in self.given:
             return [self.config.zero.stage]
         away = dict(self.offload)  # stages 1 and 2 hold values in buckets, and all but 0 share gradients out
         found = [0] if "gradients" in away else [0, 3] if "parameters" in away else [0, 1, 2, 3]
-        return found if data > 1 else [0]
+        return found if mesh.copies > 1 else [0]
 
     def zeros(self, mesh: MeshShape, group: int | None = None) -> list[tuple[int, int | None]]:
-        """Return the stages of ZeRO, over all data parallel ranks and within the groups of them that lie on a node.
+        """Return the stages of ZeRO, over all data parallel ranks and those that share a sequence, and within groups of
+        the data parallel ranks that lie on a node.
 
         Where so many data parallel ranks share experts, these groups are the same.
         """
         apart = mesh.width * (1 if group else mesh.pipeline)
         within = self.node // apart
-        found: list[tuple[int, int | None]] = [(stage, None) for stage in self.stages(mesh.data)]
+        found: list[tuple[int, int | None]] = [(stage, None) for stage in self.stages(mesh)]
         if "zero" in self.given or not 1 < within < mesh.data or mesh.data % within or group not in (None, within):
             return found
         return [*found, *((stage, within) for stage, _ in found if stage)]

@@ -73,8 +73,8 @@ class Guesses:
                 attention += 8 * own * self.byte("all_to_all", min(width, ulysses * cut))
             if sequence > ulysses:
                 attention += 6 * own * (sequence // ulysses) * self.byte("send", width)
-        arriving = self.byte("all_gather", model.ranks) * (data > 1)
-        stages = self.space.stages(data)
+        arriving = self.byte("all_gather", model.ranks) * (mesh.copies > 1)
+        stages = self.space.stages(mesh)
         best = Guess(math.inf, counts[0], recompute[0], stages[0])
         choices = self.space.experts(mesh)
         experts = [(self._ranks(mesh, *choice), choice) for choice in choices] if self.choices else [(1, choices[0])]
@@ -95,9 +95,9 @@ class Guesses:
                 held = model.batch / data / count * layers * uneven * (kept if again != "block" else output)
                 held *= flight / width
                 for zero in dict.fromkeys((min(1, max(stages)), max(stages))):
-                    at_rest = states / data if zero else states * here
+                    at_rest = states / mesh.copies if zero else states * here
                     if zero == 3:  # gathered twice and reduced in each microbatch, beside half of the passes
-                        at_rest += (weights + gradients) / data
+                        at_rest += (weights + gradients) / mesh.copies
                         sent = count * (2 * weights + gradients) * here * arriving
                         seconds = computed + max(0.0, sent - computed / 2)
                     else:

@@ -28,6 +28,7 @@ from parlinalg.backend import Backend
 from parlinalg.backend.shapes import WhatIf, without_values
 from parlinalg.datasets.tokens import tokenizer
 from parlinalg.errors import ConfigError
+from parlinalg.exchange import volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module, ModuleList
@@ -198,6 +199,14 @@ class Resident(NamedTuple):
     forward: int
     backward: int
     away: int
+
+
+class Rest(NamedTuple):
+    """Bytes of a model at rest."""
+
+    weights: int
+    gradients: int
+    states: int
 
 
 class Tie(NamedTuple):
@@ -803,15 +812,19 @@ class _Run:
                 rest = world.device.held
                 pending, deferred = self.deferred(rows, given, rest, kept)
             away, array, resident = self.offloaded(rows, given, update, rest, after)
+        summed = sum(each.updated for each in own.values())
+        fuller = self.fuller(states / max(1, summed)) if update else Rest(0, 0, 0)
         more = self.beyond() if update and step else 0
+        beside = sum(fuller) + more
         return Part(
-            trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=kept, pending=pending,
-            peak=max(passes, after) + more, output=self.output, message=self.message, away=away, array=array,
+            trace=trace, weights=self.weights + fuller.weights, gradients=gradients + fuller.gradients,
+            states=states + fuller.states + more, kept=kept, pending=pending, peak=max(passes, after) + beside,
+            output=self.output, message=self.message, away=away, array=array,
             largest=self.largest, small=self.small, count=len(self.parameters), recorded=step * self.recorded(),
-            settled=replaceable(self.reducer), summed=sum(each.updated for each in own.values()),
+            settled=replaceable(self.reducer), summed=summed,
             ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
-            calm=calm + more, deferred=deferred, last_peaks=ending, resident=resident, loads=self.loads(),
+            calm=calm + beside, deferred=deferred, last_peaks=ending, resident=resident, loads=self.loads(),
             lone=self._lone(),
         )  # fmt: skip
 
@@ -853,6 +866,19 @@ class _Run:
         for state in self.optimizer.home_states():
             held[state.home] += math.prod(state.shape) * state.dtype.itemsize
         return max(held.values(), default=0) - held[self.grid.rank]
+
+    def fuller(self, share: float) -> Rest:
+        """Return the bytes at rest by which the grid's first rank has more than this one: the largest uneven parts are
+        there.  `share` are the bytes of states by those that a rank updates."""
+        weights = gradients = updated = 0
+        for p in self.parameters if self.grid.rank else ():
+            held, mine, most = p.storage.nbytes(p.data), p.storage.partition(p.data), p.storage.partition(p.data, 0)
+            part = (most.stop - most.start - mine.stop + mine.start) * p.dtype.itemsize
+            first = volume(p.layout.block(p.shape, p.grid.sizes, p.grid.coords_of(0)))
+            block = first * p.dtype.itemsize - int(held.value)
+            weights, updated = weights + block, updated + part
+            gradients += part if held.gradient == held.updated else block
+        return Rest(*(max(0, n) for n in (weights, gradients, int(share * updated))))
 
     def recorded(self) -> int:
         """Return the bytes of the values that the rank updates and of which no state is the master."""

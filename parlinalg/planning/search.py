@@ -368,7 +368,7 @@ class _Search:
             if not number:
                 continue
             sample = next(self.space.steps(mesh))
-            stages = self.space.stages(mesh.data)
+            stages = self.space.stages(mesh)
             if (need := min(self.bounds.static_memory(replace(sample, zero=z)) for z in stages)) > self.memory:
                 self.crammed.append((need, mesh, number))
             else:
@@ -409,7 +409,7 @@ class _Search:
         """Estimate a mesh: as guessed, then with what saves memory until it fits."""
         steps = list(self.space.steps(mesh))
         counts = self.space.counts(mesh)
-        most = max(self.space.stages(mesh.data))
+        most = max(self.space.stages(mesh))
         again = self.space.recompute[-1]
         one = min(1, most)
         first = steps[0].experts, steps[0].expert_ranks

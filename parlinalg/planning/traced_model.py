@@ -25,6 +25,7 @@ from parlinalg.planning.parts import (
     LayerOutput,
     NextPasses,
     Part,
+    Rest,
     declared,
     elements_of_experts,
     layer_keys,
@@ -43,14 +44,6 @@ HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one ran
 PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they gather weights
 Cut = tuple[int, int]
 """The first layer of a stage, and the one after its last."""
-
-
-class Rest(NamedTuple):
-    """Bytes of a model at rest."""
-
-    weights: int
-    gradients: int
-    states: int
 
 
 class Setup(NamedTuple):
@@ -392,6 +385,13 @@ class TracedModel:
         within = (c.within or self.config.zero.within) if c.zero else None
         group = c.expert_ranks or within or c.data
         return group if {"data", "auto"} & {*axes} else 1
+
+    def sharing_zero(self, c: Candidate) -> int:
+        """Return the ranks over which ZeRO shards what none of them cuts; 1 where it shards nothing."""
+        if not c.zero:
+            return 1
+        within = c.within or self.config.zero.within
+        return c.mesh.copies if within is None else min(within, c.data)
 
     def layers_of_one_copy(self, c: Candidate) -> list[Part]:
         """Return the passes of all layers of one copy of a candidate's model, without updates."""

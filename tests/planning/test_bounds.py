@@ -40,9 +40,11 @@ def predictor(config: dict[str, Any], ranks: int, machine: Any = "v100") -> Pred
     return Predictor(TracedModel(load(config), ranks, load_machine(machine), config["batch_size"]))
 
 
-def candidate(data: int = 1, pipeline: int = 1, tensor: Any = None, **more: Any) -> Candidate:
+def candidate(
+    data: int = 1, pipeline: int = 1, tensor: Any = None, sequence: int = 1, ulysses: int = 1, **more: Any
+) -> Candidate:  # fmt: skip
     usual = {"zero": 0, "microbatches": 1, "schedule": None, "chunks": None, "recompute": None, "dtype": None}
-    return Candidate(data, pipeline, 1, 1, TensorConfig.parse("tensor", tensor), **(usual | more))
+    return Candidate(data, pipeline, sequence, ulysses, TensorConfig.parse("tensor", tensor), **(usual | more))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,50 @@ def test_bounds_of_memory_are_near_what_rests(form, near):
     bounds, full = Bounds(made.model), made.full(c)
     for least in (bounds.static_memory(c), bounds.within(c, full.bytes)[1]):
         assert near * full.bytes < least <= full.bytes
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"sequence": 4}, {"sequence": 4, "ulysses": 4}, {"data": 2, "sequence": 2}, {"sequence": 4, "order": "contiguous"},
+        {"data": 2, "sequence": 2, "within": 2}, {"sequence": 2, "tensor": {"size": 2, "mode": "1d"}},
+        {"pipeline": 2, "sequence": 2, "schedule": "1f1b", "microbatches": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bounds_of_memory_where_a_sequence_is_shared(form, zero):
+    """ZeRO shards over its ranks too: what rests is a share of all of them; within groups of data ranks they have
+    copies."""
+    bare = replace(load_machine("v100"), host=None, disk=None)
+    made, c = predictor(WIDE | {"batch_size": 4}, 4, bare), candidate(zero=zero, **form)
+    bounds, full = Bounds(made.model), made.full(c)
+    share = (form.get("data", 1) * form.get("sequence", 1)) if "within" not in form else form["within"]
+    ranks = form.get("pipeline", 1) * form.get("tensor", {"size": 1})["size"]
+    rest = [n // ranks // (share if zero >= stage else 1) for n, stage in zip(made.model.alone(None), (3, 2, 1))]
+    assert bounds.static_memory(c) == pytest.approx(sum(rest), abs=8)
+    for least in (bounds.static_memory(c), bounds.within(c, full.bytes)[1]):
+        assert 0.4 * full.bytes < least <= full.bytes
+    assert bounds.seconds(c) <= full.seconds
+
+
+def test_the_fullest_rank_of_a_ring_is_planned():
+    """The last rank has the most work where tokens are contiguous, and the smallest parts; the first one's are held."""
+    config = {**GPT, "model": {**GPT["model"], "hidden_size": 36, "vocab_size": 257, "intermediate_size": 37}}
+    made = predictor(config, 5, replace(load_machine("v100"), host=None, disk=None))
+    zigzag, contiguous = (made.full(candidate(sequence=5, zero=3, order=order)) for order in ("zigzag", "contiguous"))
+    assert contiguous.bytes >= zigzag.bytes
+    for order in ("zigzag", "contiguous"):
+        c = candidate(sequence=5, zero=3, order=order)
+        assert Bounds(made.model).static_memory(c) <= made.full(c).bytes
+
+
+def test_stages_of_zero_are_open_where_a_sequence_alone_is_shared():
+    space = Space(
+        load(GPT | {"parallel": {"data": 1, "tensor": 1}}), {"parallel": {"data": 1, "tensor": 1}}, 2, 8, 4, [""]
+    )
+    found = {(m.sequence, zero) for m in space.meshes() for zero, _ in space.zeros(m) if m.pipeline == 1}
+    assert found == {(2, zero) for zero in range(4)}
 
 
 @pytest.mark.parametrize(("schedule", "near"), [("1f1b", 0.85), ("zb-h1", 0.8), ("zb-v", 0.6)])

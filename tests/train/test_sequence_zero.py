@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +115,12 @@ def test_axes_of_weights() -> None:
 
 
 @pytest.fixture
-def tale(folder: Path, world: Any) -> Iterator[Path]:
+def tale(folder: Path, world: Any) -> Path:
     path = folder / "tale.txt"
     if world.rank == 0:
         path.write_text(cp.TEXT)
     world.barrier()
-    yield path
+    return path
 
 
 @pytest.mark.ranks(2, 4)
