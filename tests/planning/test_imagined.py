@@ -472,7 +472,7 @@ def small_training(seed: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any
     elif way == "mixed":
         config |= {"parallel": {"data": ranks // 2, "tensor": {"size": 2, "mode": "1d"}}, "zero": rng.randrange(3)}
     elif way == "sequence":
-        config |= {"parallel": {"sequence": {"size": ranks}}}
+        config |= {"parallel": {"sequence": {"size": ranks}}, "zero": rng.randrange(4)}
     else:
         stages = rng.choice([2, ranks])
         name = rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
@@ -972,6 +972,12 @@ FORMS: list[dict[str, Any]] = [  # of 8 ranks
     {"parallel": {"tensor": {"size": 8, "mode": "3d"}}},
     {"parallel": {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}},
     {"zero": 3, "parallel": {"data": 2, "sequence": {"size": 4, "ulysses": 2}}},
+    {"zero": 1, "parallel": {"sequence": {"size": 8, "ulysses": 4}}},
+    {"zero": 2, "parallel": {"data": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}}},
+    {
+        "zero": 3, "parallel": {"pipeline": 2, "sequence": {"size": 4, "ulysses": 2}},
+        "schedule": {"name": "1f1b", "microbatches": 2},
+    },
     {"parallel": {"data": 2, "pipeline": 4}, "schedule": {"name": "zb-h1", "microbatches": 4}},
 ]  # fmt: skip
 
