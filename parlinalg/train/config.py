@@ -363,16 +363,17 @@ def _stage(where: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class ZeroConfig(Section):
-    """Sharding over the data parallel ranks; see `parlinalg.parallel.ZeRO`."""
+    """Sharding over the data parallel ranks and those that share a sequence; see `parlinalg.parallel.ZeRO`."""
 
     SHORT = Short(int, "stage", "a stage")
     stage: int = key(
         0, _stage, "1 shards the optimizer's states, 2 also gradients, 3 also parameters; 0 shards nothing. Without "
-        "data parallel ranks it does nothing, and the opening lines report that",
+        "data parallel ranks, and without ranks that share a sequence, it does nothing, and the opening lines report that",
     )  # fmt: skip
     within: int | None = key(
-        None, integer(1), "ranks per sharding group, e.g. the ranks of a node; groups hold copies (FSDP: HYBRID_SHARD)",
-        "all ranks are one group",
+        None, integer(1), "data parallel ranks per sharding group, e.g. those of a node; groups hold copies (FSDP: "
+        "HYBRID_SHARD), and so do the ranks that share a sequence",
+        "all data parallel ranks, with those that share a sequence, are one group",
     )  # fmt: skip
     accumulate: str = key(
         "reduce-scatter", one_of(*ACCUMULATE),
@@ -546,7 +547,9 @@ class TrainingConfig(Section):
     precision: PrecisionConfig = section(
         PrecisionConfig, f'mixed precision: `"bf16"`, `"fp16"`, or {KEYS}; see [](precision.md)', "none"
     )
-    zero: ZeroConfig = section(ZeroConfig, f"what data parallel ranks shard: a stage, or {KEYS}; see [](zero.md)", "0")
+    zero: ZeroConfig = section(
+        ZeroConfig, f"what data and sequence ranks shard: a stage, or {KEYS}; see [](zero.md)", "0"
+    )
     gradient_handler: tuple[Handler, ...] = key(
         (), _handlers, "a list of dicts with a `type`: `DataParallel`, `SequenceParallel`, `SharedParameters`, `ZeRO`; "
         "see [](data_parallel.md)", "inferred from layouts",

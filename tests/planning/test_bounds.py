@@ -98,7 +98,8 @@ def test_bounds_of_memory_are_near_what_rests(form, near):
     "form",
     [
         {"sequence": 4}, {"sequence": 4, "ulysses": 4}, {"data": 2, "sequence": 2},
-        {"sequence": 4, "order": "contiguous"}, {"data": 2, "sequence": 2, "within": 2}, {"sequence": 2, "tensor": {"size": 2, "mode": "1d"}},
+        {"sequence": 4, "order": "contiguous"}, {"data": 2, "sequence": 2, "within": 2},
+        {"sequence": 2, "tensor": {"size": 2, "mode": "1d"}},
         {"pipeline": 2, "sequence": 2, "schedule": "1f1b", "microbatches": 2},
     ],
     ids=str,
