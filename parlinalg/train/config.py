@@ -368,7 +368,7 @@ class ZeroConfig(Section):
     SHORT = Short(int, "stage", "a stage")
     stage: int = key(
         0, _stage, "1 shards the optimizer's states, 2 also gradients, 3 also parameters; 0 shards nothing. Without "
-        "data parallel ranks, and without ranks that share a sequence, it does nothing, and the opening lines report that",
+        "data parallel ranks and ranks that share a sequence it does nothing, and the opening lines report that",
     )  # fmt: skip
     within: int | None = key(
         None, integer(1), "data parallel ranks per sharding group, e.g. those of a node; groups hold copies (FSDP: "
