@@ -711,7 +711,7 @@ What is left has the same sign in all rows, and causes that are the library's ow
 cuts are waited for (8 to 12% of a step), which NeMo overlaps with products (`ub_tp_comm_overlap`); rotary positions are
 single operations in float32 on a GPU, with what else is in float32 about half of the other kernels of Llama 8B; ZeRO's
 gathers are not hidden either, where NeMo has `overlap_param_sync`. The memory is more than these systems need: 405B
-fitted 80 GB, where the library would keep 100 to 113 GB.
+fitted 80 GB, where the library would keep 98 to 104 GB.
 
 ### Llama 3
 
