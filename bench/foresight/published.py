@@ -769,9 +769,9 @@ DeepSpeed's ZeRO 3 is assumed. Rows of 70B with more ranks than its 8 key-value 
 The sequences that ranks share are met within 13%, so that long attention and all-to-alls within a node are right. The
 step of 70B at 8,192 tokens is not: 22 s are predicted to compute, behind which gathers of 420 GB a GPU hide; the sum of
 both at 25 GB/s is the published 38 s. DeepSpeed does not hide them here, as in the table of ZeRO 3 above. ZeRO
-shards over the ranks that share a sequence too, as DeepSpeed's does: 70B with 131,072 tokens takes 78 GB a GPU, where
-data ranks alone would shard 311 GB, and 80 GB sufficed. The rows of 34B with 32,768 tokens and of a million tokens were
-predicted before, with shards over data ranks alone: their memory is too high.
+shards over the ranks that share a sequence too, as DeepSpeed's does: 70B with 131,072 tokens takes 78 GB a GPU, which
+have 80 GB; with shards over data ranks alone it took 311 GB. The row of 34B with 32,768 tokens was predicted with those:
+its memory is too high.
 
 ### InternLM on A100s
 
