@@ -770,8 +770,7 @@ The sequences that ranks share are met within 13%, so that long attention and al
 step of 70B at 8,192 tokens is not: 22 s are predicted to compute, behind which gathers of 420 GB a GPU hide; the sum of
 both at 25 GB/s is the published 38 s. DeepSpeed does not hide them here, as in the table of ZeRO 3 above. ZeRO
 shards over the ranks that share a sequence too, as DeepSpeed's does: 70B with 131,072 tokens takes 78 GB a GPU, which
-have 80 GB; with shards over data ranks alone it took 311 GB. The row of 34B with 32,768 tokens was predicted with those:
-its memory is too high.
+have 80 GB; with shards over data ranks alone it took 311 GB.
 
 ### InternLM on A100s
 
