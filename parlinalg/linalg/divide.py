@@ -410,13 +410,13 @@ def _near_one(d: np.ndarray, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any
 
 def _part(
     group: SharedCollectives, d: np.ndarray, e: np.ndarray, rows: np.ndarray, low: int, high: int, more: int,
-    join: Callable[..., Any] | None = None, leaf: int = LEAF,
+    join: Callable[..., Any] | None = None, leaf: int | None = None,
 ) -> Any:  # fmt: skip
     """Return the part of some rows of a bidiagonal matrix, or what `join` makes of its own two parts.  Collective.
 
-    LAPACK solves parts of up to `leaf` rows.
+    LAPACK solves parts of up to `leaf` rows, by default `LEAF`.
     """
-    if high - low <= leaf:
+    if high - low <= (LEAF if leaf is None else leaf):
         mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
         return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
     at = (low + high) // 2
