@@ -26,6 +26,19 @@ def systems(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("systems", None)
 
 
+@pytest.fixture
+def published(systems: Any) -> Iterator[Any]:
+    import published
+
+    yield published
+    for name in ("published", "measured", "more_systems"):
+        sys.modules.pop(name, None)
+
+
+def test_the_page_is_what_its_script_writes(published: Any) -> None:
+    assert PAGE.read_text() == published.page()
+
+
 def test_a_row_is_what_the_page_says(systems: Any) -> None:
     row = systems.KORTHIKANTI[0]
     line = next(each for each in PAGE.read_text().splitlines() if each.startswith(f"| {row.name} |"))
