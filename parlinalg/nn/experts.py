@@ -1,4 +1,4 @@
-"""A mixture of experts: perceptrons of which every token takes one or two."""
+"""A mixture of experts: perceptrons of which every token takes a few."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parlinalg.moves import words
 from parlinalg.nn import init
 from parlinalg.nn.activations import activation as activation_module
 from parlinalg.nn.added_losses import add_loss, collecting
-from parlinalg.nn.checks import placed
+from parlinalg.nn.checks import flag, placed, whole
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
@@ -59,9 +59,10 @@ class MixtureOfExperts(Module):
     """Perceptrons, of which every token takes those that a router gives the highest scores; by any scheme.
 
     Tokens go to `top_k` of the experts (Lepikhin et al., "GShard", 2021; with one Fedus et al., "Switch transformers",
-    2022).  A sequence is a routing group: of its tokens an expert takes
-    `ceil(top_k · sequence · capacity_factor / experts)`, first choices before second ones, each in the order of the
-    sequence; what an expert does not take adds nothing, so that the token's residual stream passes.
+    2022; with many small ones Dai et al., "DeepSeekMoE", 2024).  Of equal scores the first expert's counts.  A sequence
+    is a routing group: of its tokens an expert takes `ceil(top_k · sequence · capacity_factor / experts)`, first
+    choices before second ones and so on, each in the order of the sequence; what an expert does not take adds nothing,
+    so that the token's residual stream passes.
 
     Parameters
     ----------
@@ -69,8 +70,12 @@ class MixtureOfExperts(Module):
         Features of the residual stream and inside of an expert, and the number of experts.
     scheme : Scheme or str
     grid : Grid
-    top_k : {1, 2}
-        With two, their gates are divided by their sum; with one, the gate is the probability.
+    top_k : int
+        From 1 to all experts.
+    normalize_gates : bool, optional
+        True: the gates of a token's experts are divided by their sum (GShard, Mixtral, Qwen3), which is the softmax
+        over their scores; False: they are the probabilities (Switch, DeepSeekMoE, Qwen1.5).  By default True where
+        `top_k` is at least 2: a single gate would be 1, and the router would learn nothing from the output.
     capacity_factor : float or None
         None: experts take every token.
     axis : str, tuple of str or None
@@ -114,14 +119,15 @@ class MixtureOfExperts(Module):
 
     def __init__(
         self, hidden: int, inner: int, experts: int, scheme: Scheme | str, grid: Grid, *, top_k: int = 2,
-        capacity_factor: float | None = 1.25, axis: AxisSpec = None, activation: str = "gelu_tanh", bias: bool = True,
-        aux_loss_coef: float = 0.01, z_loss_coef: float = 0.0, dtype: DTypeLike = np.float32,
-        weight_init: Initializer | None = None, seed: int | None = None, name: str = "",
+        normalize_gates: bool | None = None, capacity_factor: float | None = 1.25, axis: AxisSpec = None,
+        activation: str = "gelu_tanh", bias: bool = True, aux_loss_coef: float = 0.01, z_loss_coef: float = 0.0,
+        dtype: DTypeLike = np.float32, weight_init: Initializer | None = None, seed: int | None = None, name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
         scheme = placed(self, scheme, grid)
         self.axis = as_cut(axis)
         check(experts, top_k, capacity_factor, self.axis, grid.sizes)
+        self.normalize_gates = normalizes(normalize_gates, top_k)
         self.hidden, self.inner, self.experts = hidden, inner, experts
         self.scheme, self.grid, self.top_k, self.capacity_factor = scheme, grid, top_k, capacity_factor
         self.aux_loss_coef, self.z_loss_coef, self.keep = aux_loss_coef, z_loss_coef, "xw"
@@ -226,7 +232,7 @@ class MixtureOfExperts(Module):
         given.check(x.shape[1])
         routing = ops.route(scores.data, queues, self.top_k, given.positions)
         gates = ops.chosen(probabilities, routing)
-        if self.top_k > 1:
+        if self.normalize_gates:
             gates = gates / gates.sum(-1, keepdims=True)
         z = ops.matmul(ops.dispatch(x, routing), self.expand, way.expand, keep=self.keep)
         z = self.activation(z if self.expand_bias is None else add_bias(z, self.expand_bias))
@@ -258,10 +264,9 @@ def check(
     """Raise a ConfigError unless such experts can be on a grid with these axes."""
     if not isinstance(experts, int) or experts < 1:
         raise ConfigError(f"the number of experts is a whole number of at least 1, not {experts!r}")
-    if top_k not in (1, 2):
-        raise ConfigError(f"a token goes to the best one or two experts: top_k is 1 or 2, not {top_k!r}")
-    if top_k > experts:
-        raise ConfigError(f"top_k={top_k} of {experts} experts; take top_k=1, or at least {top_k} experts")
+    if whole("top_k", top_k) > experts:
+        most = "top_k=1" if experts == 1 else f"a top_k from 1 to {experts}"
+        raise ConfigError(f"top_k={top_k} of {experts} experts; take {most}, or at least {top_k} experts")
     number = isinstance(capacity_factor, int | float) and not isinstance(capacity_factor, bool)
     if capacity_factor is not None and not (number and 0 < capacity_factor < math.inf):
         raise ConfigError(
@@ -275,6 +280,11 @@ def check(
         )
     if len(set(axis)) != len(axis):
         raise ConfigError(f"experts are to be cut over {axis}, which names an axis twice")
+
+
+def normalizes(given: bool | None, top_k: int) -> bool:
+    """Return True if gates are divided by their sum: as given, or where there are several."""
+    return top_k > 1 if given is None else flag("normalize_gates", given)
 
 
 def _by_expert(plan: Plan, axis: Cut) -> Plan:
@@ -306,7 +316,7 @@ def _bias(plan: Plan) -> Layout:
 
 def perceptrons(
     grid: Grid, num_local_experts: int | None, num_experts_per_tok: int, router_aux_loss_coef: float,
-    capacity_factor: float | None, expert_axis: AxisSpec,
+    capacity_factor: float | None, expert_axis: AxisSpec, norm_topk_prob: bool | None = None,
 ) -> tuple[dict[str, Any], Callable[..., MixtureOfExperts] | None]:  # fmt: skip
     """Return the entries of a model's `config` about experts, and the `mlp` of its blocks.
 
@@ -319,6 +329,7 @@ def perceptrons(
     capacity_factor : float or None
     expert_axis : str, tuple of str or None
         "auto" is "data" where the grid has that axis, else none.
+    norm_topk_prob : bool, optional
 
     Raises
     ------
@@ -327,10 +338,12 @@ def perceptrons(
     """
     if num_local_experts is None:
         return {}, None
-    if num_experts_per_tok == 2 and num_local_experts == 1:
+    choices, experts = whole("num_experts_per_tok", num_experts_per_tok), whole("num_local_experts", num_local_experts)
+    if choices > experts:
+        most = "" if experts == 1 else f" to {experts}"
         raise ConfigError(
-            "num_experts_per_tok=2 with num_local_experts=1: a token goes to that many of them; give "
-            "num_experts_per_tok=1, or at least 2 experts"
+            f"num_experts_per_tok={choices} with num_local_experts={experts}: a token goes to that many of them; give "
+            f"num_experts_per_tok=1{most}, or at least {choices} experts"
         )
     auto = "data" if "data" in grid.sizes else None
     axis = as_cut(auto if expert_axis == "auto" and "auto" not in grid.sizes else expert_axis)
@@ -340,11 +353,11 @@ def perceptrons(
             "have all experts on every rank"
         )
     settings = {
-        "num_local_experts": num_local_experts, "num_experts_per_tok": num_experts_per_tok,
-        "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,
+        "num_local_experts": experts, "num_experts_per_tok": choices,
+        "norm_topk_prob": normalizes(norm_topk_prob, choices), "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,
     }  # fmt: skip
     mlp = partial(
-        MixtureOfExperts, experts=num_local_experts, top_k=num_experts_per_tok, aux_loss_coef=router_aux_loss_coef,
-        capacity_factor=capacity_factor, axis=axis,
+        MixtureOfExperts, experts=experts, top_k=choices, normalize_gates=settings["norm_topk_prob"],
+        aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, axis=axis,
     )  # fmt: skip
     return settings, mlp

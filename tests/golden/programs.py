@@ -133,8 +133,8 @@ def experts(x: Tensor, w: Weights, name: str, a: dict[str, Any]) -> tuple[Tensor
     inner = gelu_tanh(torch.einsum("bth,ehf->btef", x, w[f"{name}.expand"]) + w[f"{name}.expand_bias"])
     out = torch.einsum("btef,efh->bteh", inner, w[f"{name}.contract"]) + w[f"{name}.contract_bias"]
     added = torch.einsum("btj,btje,bteh->bth", gates, taken, out)
-    first = torch.nn.functional.one_hot(choices[..., 0], n).double().mean(1)
-    return added, n * (first * p.mean(1)).sum(-1).mean()
+    shares = torch.nn.functional.one_hot(choices, n).double().mean((1, 2))
+    return added, n * (shares * p.mean(1)).sum(-1).mean()
 
 
 def language_model(model: str, w: Weights, ids: Tensor, drop: Dropout) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "one, dropping": {"top_k": 1, "capacity_factor": 0.5, "activation": "swiglu"},
     "every token": {"top_k": 2, "capacity_factor": None, "activation": "relu", "bias": False},
     "many": {"top_k": 2, "capacity_factor": 0.8, "activation": "swiglu", "experts": 7},
+    "four": {"top_k": 4, "capacity_factor": 0.8, "activation": "swiglu", "experts": 7, "bias": False},
+    "probabilities": {"top_k": 3, "normalize_gates": False, "activation": "gelu_tanh", "experts": 7},
+    "all": {"top_k": 3, "capacity_factor": None, "activation": "relu", "normalize_gates": False},
+    "one, normalized": {"top_k": 1, "normalize_gates": True, "activation": "swiglu"},
 }
+
+
+DROPPING = ("one, dropping", "many", "four", "probabilities", "one, normalized")
 
 
 def layer(scheme: Any, grid: Any, *, experts: int = EXPERTS, **options: Any) -> Any:
@@ -75,11 +82,13 @@ def activated(z: np.ndarray, activation: str) -> np.ndarray:
 
 
 def by_loops(
-    x: np.ndarray, state: dict[str, np.ndarray], top_k: int, capacity_factor: float | None, activation: str
-) -> tuple[np.ndarray, float, int]:
+    x: np.ndarray, state: dict[str, np.ndarray], top_k: int, capacity_factor: float | None, activation: str,
+    normalize_gates: bool,
+) -> tuple[np.ndarray, float, int]:  # fmt: skip
     """The layer's result, the terms of the loss and how many assignments are dropped."""
     experts = state["router"].shape[1]
     capacity = x.shape[1] if capacity_factor is None else math.ceil(top_k * x.shape[1] * capacity_factor / experts)
+    none = np.zeros(experts)
     y, balance, squares, dropped = np.zeros_like(x), 0.0, 0.0, 0
     for b, sequence in enumerate(x):
         scores = sequence @ state["router"]
@@ -93,12 +102,12 @@ def by_loops(
                 if held[e] > capacity:
                     dropped += 1
                     continue
-                gate = odds[t, e] / (odds[t, ranked[t, :2]].sum() if top_k == 2 else 1)
-                z = np.tensordot(token, state["expand"][e], 1) + state.get("expand_bias", np.zeros(experts))[e]
+                gate = odds[t, e] / (odds[t, ranked[t, :top_k]].sum() if normalize_gates else 1)
+                z = np.tensordot(token, state["expand"][e], 1) + state.get("expand_bias", none)[e]
                 out = activated(z, activation) @ state["contract"][e]
-                y[b, t] += gate * (out + state.get("contract_bias", np.zeros(experts))[e])
+                y[b, t] += gate * (out + state.get("contract_bias", none)[e])
         for e in range(experts):
-            balance += experts * np.mean(ranked[:, 0] == e) * odds[:, e].mean() / len(x)
+            balance += experts * np.mean(ranked[:, :top_k] == e) * odds[:, e].mean() / len(x)
         squares += (np.log(np.exp(scores).sum(1)) ** 2).mean() / len(x)
     return y, 0.3 * balance + 0.05 * squares, dropped
 
@@ -110,9 +119,10 @@ def test_one_rank_does_what_loops_do(world: Any, kind: str) -> None:
     with alone(world) as grid:
         found = passed(SERIAL, grid, **options)
         state = layer(SERIAL, grid, **options).state_dict()
-    plain = {k: v for k, v in options.items() if k in ("top_k", "capacity_factor", "activation")}
+    plain = {k: v for k, v in options.items() if k in ("top_k", "activation", "normalize_gates")}
+    plain = {"normalize_gates": options["top_k"] > 1, "capacity_factor": options.get("capacity_factor", 1.25)} | plain
     y, terms, dropped = by_loops(inputs()[0], state, **plain)
-    assert (dropped > 0) == (kind in ("one, dropping", "many"))
+    assert (dropped > 0) == (kind in DROPPING)
     np.testing.assert_allclose(found["y"].gather(), y, atol=1e-13)
     np.testing.assert_allclose(found["terms"].item(), terms, rtol=1e-13)
 
@@ -187,6 +197,24 @@ def test_every_scheme_does_what_one_rank_does(make_grid: Any, world: Any, known:
         grid.close()
         wrong += [f"{kind}, {name}, {sizes}, {axis}: {each}" for each in differences(found, known(kind))]
     assert not wrong, "\n".join(wrong)
+
+
+@EVERY
+def test_of_equal_scores_the_first_ones_count_on_every_grid(make_grid: Any, world: Any, full: bool) -> None:
+    """Scores of integers are exact on any grid; of seven experts, some are as good as others."""
+    rng, every, options = np.random.default_rng(3), every_scheme(), KINDS["four"]
+    x = rng.integers(-2, 3, (BATCH, SEQUENCE, HIDDEN)).astype(float)
+    router = rng.integers(-1, 2, (HIDDEN, 3)).astype(float)[:, [0, 1, 0, 2, 1, 1, 0]]
+    with alone(world) as grid:
+        state = {**layer(SERIAL, grid, **options).state_dict(), "router": router}
+    want = by_loops(x, state, 4, 0.8, "swiglu", True)[0]
+    for _, name, sizes, axis in cases(world.size, full):
+        grid, scheme = make_grid(sizes), every[name]
+        module = layer(scheme, grid, axis=axis, **options)
+        module.router.data = placed(router, grid, module.router.layout)
+        y = module(pla.Tensor(placed(x, grid, scheme.residual))).gather()
+        grid.close()
+        np.testing.assert_allclose(y, want, atol=1e-12 * np.abs(want).max(), err_msg=f"{name}, {sizes}, {axis}")
 
 
 @pytest.mark.ranks(2, 4)
@@ -326,8 +354,11 @@ def test_a_model_names_the_numbers_of_experts_as_it_was_given_them(kind: str, wo
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"top_k": 3}, "top_k is 1 or 2, not 3"),
+        ({"top_k": 0}, "top_k is a whole number of at least 1, not 0"),
+        ({"top_k": 1.5}, "top_k is a whole number of at least 1, not 1.5"),
+        ({"top_k": 4}, "top_k=4 of 3 experts; take a top_k from 1 to 3, or at least 4 experts"),
         ({"experts": 1}, "top_k=2 of 1 experts; take top_k=1"),
+        ({"normalize_gates": 1}, "normalize_gates is True or False, not 1"),
         ({"experts": 0}, "at least 1, not 0"),
         ({"axis": "data"}, r"'data', but the grid has the axes {'one': 1}.*axis=None"),
         ({"axis": ("one", "one")}, "names an axis twice"),

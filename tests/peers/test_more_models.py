@@ -23,17 +23,20 @@ CASES = {
                  "num_key_value_heads": 2, "num_local_experts": 5, "initializer_range": 0.3, "bos_token_id": None,
                  "eos_token_id": None, "pad_token_id": None}),
 }  # fmt: skip
+for top in (1, 3):
+    CASES[f"mixtral {top}"] = (*CASES["mixtral"][:3], {**CASES["mixtral"][3], "num_experts_per_tok": top})
 CLOSE = {"float64": 1e-10, "float32": 1e-5}
 RUNS = [
     ("bert", "2d", "float64"), ("masked bert", "data", "float64"), ("vit", "1d", "float64"), ("vit", "2d", "float64"),
     ("mixtral", "2d", "float32"), ("mixtral", "data", "float32"), ("mixtral", "1d", "float32"),
+    ("mixtral 1", "1d", "float32"), ("mixtral 3", "2d", "float32"),
 ]  # fmt: skip
 
 
 def computed(torch, model, case):
     """What `transformers` gives."""
     with torch.no_grad():
-        if case == "mixtral":
+        if case.startswith("mixtral"):
             return model(torch.tensor(inputs("bert")["input_ids"])).logits
         given = {name: torch.tensor(a) for name, a in inputs("vit" if case == "vit" else "bert").items()}
         del given["weights"]
@@ -64,7 +67,7 @@ def result(model, case):
         pla.distribute(given[n], model.grid, model.ids_layout)
         for n in ("input_ids", "attention_mask", "token_type_ids")
     ]
-    return (model(args[0]) if case == "mixtral" else model(*args)).gather()
+    return (model(args[0]) if case.startswith("mixtral") else model(*args)).gather()
 
 
 @pytest.mark.parametrize(("case", "name", "dtype"), RUNS)
@@ -109,6 +112,6 @@ def test_what_is_not_the_same_is_refused(on_root, peer_folder, torch, make_grid,
     with pytest.raises(pla.ConfigError, match=r"model_type='mixtral' is read by nn\.Mixtral, not nn\.Llama"):
         nn.Llama.from_pretrained(folder, scheme, grid)
     path = folder / "config.json"
-    on_root(lambda: path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts_per_tok": 1})))
-    with pytest.raises(pla.ConfigError, match="num_experts_per_tok=1 is not supported; it may be 2"):
+    on_root(lambda: path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts_per_tok": 6})))
+    with pytest.raises(pla.ConfigError, match="num_experts_per_tok=6 with num_local_experts=5"):
         nn.Mixtral.from_pretrained(folder, scheme, grid)

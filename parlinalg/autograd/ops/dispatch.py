@@ -162,9 +162,10 @@ def chosen(x: Any, routing: Routing) -> Tensor:
 def balance_loss(probabilities: Any, routing: Routing) -> Tensor:
     """Return the loss that grows as tokens choose experts unevenly: a number, the same on every rank; 1 where even.
 
-    It is experts · Σ over experts of (fraction of first choices · mean probability), averaged over sequences (Lepikhin
-    et al., GShard, 2021; scaled as by Fedus et al., "Switch transformers", 2022).  Its gradient does not flow through
-    the fractions.
+    It is experts · Σ over experts of (fraction of choices · mean probability), averaged over sequences, where all
+    choices of a token count alike (Dai et al., "DeepSeekMoE", 2024, and Megatron-LM; with one choice Fedus et al.,
+    "Switch transformers", 2022).  Lepikhin et al., "GShard", 2021, count first choices only, and take the mean over
+    experts.  Its gradient does not flow through the fractions.
     """
     p = as_tensor(probabilities)
     batch, length, experts = p.shape

@@ -1,8 +1,8 @@
 """Routing of tokens to experts and to places in their queues; pure bookkeeping on small host arrays.
 
-A token's first choice stands in an expert's queue before all second choices, and tokens in the order of their sequence
-(Lepikhin et al., "GShard: scaling giant models with conditional computation and automatic sharding", 2021).  A queue
-belongs to one sequence and one expert, and takes `capacity` tokens; those behind are dropped.
+All first choices stand in an expert's queue before all second ones, these before all third ones and so on, each in the
+order of the sequence (Lepikhin et al., "GShard: scaling giant models with conditional computation and automatic
+sharding", 2021).  A queue belongs to one sequence and one expert, and takes `capacity` tokens; those behind are dropped.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Routing:
     choices : array
         [batch, sequence, k], this rank's part: the experts chosen, the first choice first.
     shares : array
-        [batch, experts], of this rank's sequences: the fraction of the tokens whose first choice an expert is, whether
-        it takes them or not.
+        [batch, experts], of this rank's sequences: the fraction of the tokens' choices that an expert is, whether it
+        takes them or not.
     kept : array
         [batch, sequence, k], of bools: whether the expert takes the token.
     sent, received : array
@@ -234,7 +234,7 @@ class Routing:
             shape = all_counts.shape
             self._lines[part] = ((ends - flat).reshape(shape), taken.reshape(shape), who[order])
             if part == q.parts[self._me]:
-                self.shares = all_counts[0].sum(axis=0) / max(1, q.shape[1])
+                self.shares = all_counts.sum(axis=(0, 1)) / max(1, q.shape[1] * all_counts.shape[0])
 
     # ------------------------------------------------------------------ the exchange
     def _plan_sends(self, backend: Backend) -> None:

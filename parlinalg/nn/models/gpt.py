@@ -39,8 +39,8 @@ class GPT(CausalModel):
         Whether the head is the embedding's table.
     num_local_experts : int, optional
         With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
-    num_experts_per_tok, router_aux_loss_coef, capacity_factor
-        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
+    num_experts_per_tok, norm_topk_prob, router_aux_loss_coef, capacity_factor
+        Its `top_k`, `normalize_gates`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
     expert_axis : str, tuple of str or None
         The axes that cut the experts; "auto": "data" where the grid has it, else none.
     scheme : Scheme or str
@@ -72,8 +72,8 @@ class GPT(CausalModel):
         num_hidden_layers: int = 12, num_attention_heads: int = 12, intermediate_size: int | None = None,
         hidden_act: str = "gelu_tanh", embd_pdrop: float = 0.0, resid_pdrop: float = 0.0, attn_pdrop: float = 0.0,
         layer_norm_eps: float = 1e-5, initializer_range: float = 0.02, tie_word_embeddings: bool = True,
-        num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
-        capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
+        num_local_experts: int | None = None, num_experts_per_tok: int = 2, norm_topk_prob: bool | None = None,
+        router_aux_loss_coef: float = 0.01, capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
         scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
@@ -88,8 +88,9 @@ class GPT(CausalModel):
             "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
         settings, mlp = perceptrons(
-            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
-        )
+            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis,
+            norm_topk_prob,
+        )  # fmt: skip
         config |= settings
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=True)
         c, eps = self.config, self.config["layer_norm_eps"]

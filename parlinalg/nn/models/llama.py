@@ -49,7 +49,7 @@ class Llama(CausalModel):
         Dropout of what is added to the residual stream, and after the embedding, as in GPT-2; Llama has none.
     tie_word_embeddings : bool
         Whether the head is the embedding's table.
-    num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
+    num_local_experts, num_experts_per_tok, norm_topk_prob, router_aux_loss_coef, capacity_factor, expert_axis
         As of `GPT`, as are `scheme`, `grid`, `dtype`, `seed` and `recompute`.
 
     Members, calls and what they give are those of `CausalModel`.
@@ -64,9 +64,10 @@ class Llama(CausalModel):
         rope_theta: float = 10000.0, rope_scaling: Mapping[str, Any] | None = None, packed: bool = True,
         attention_bias: bool = False, mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0,
         embd_pdrop: float = 0.0, initializer_range: float = 0.02, tie_word_embeddings: bool = False,
-        num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
-        capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto", scheme: Scheme | str, grid: Grid,
-        dtype: DTypeLike = np.float32, seed: int | None = None, recompute: str | None = None, **unknown: Any,
+        num_local_experts: int | None = None, num_experts_per_tok: int = 2, norm_topk_prob: bool | None = None,
+        router_aux_loss_coef: float = 0.01, capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
+        scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
+        recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
         scheme = placed(self, scheme, grid)
         theta = real("Llama: rope_theta", rope_theta, above=True)
@@ -87,8 +88,9 @@ class Llama(CausalModel):
             "packed": packed,
         }  # fmt: skip
         settings, mlp = perceptrons(
-            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
-        )
+            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis,
+            norm_topk_prob,
+        )  # fmt: skip
         config |= settings
         if head_dim is not None:
             config["head_dim"] = head_dim
@@ -127,11 +129,12 @@ class Mixtral(Llama):
     architecture = mixtral.ARCHITECTURE
 
     def __init__(
-        self, *, num_local_experts: int = 8, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.001,
-        capacity_factor: float | None = None, rope_theta: float = 1e6, rms_norm_eps: float = 1e-5, **options: Any,
+        self, *, num_local_experts: int = 8, num_experts_per_tok: int = 2, norm_topk_prob: bool = True,
+        router_aux_loss_coef: float = 0.001, capacity_factor: float | None = None, rope_theta: float = 1e6,
+        rms_norm_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
-            num_local_experts=num_local_experts, num_experts_per_tok=num_experts_per_tok,
+            num_local_experts=num_local_experts, num_experts_per_tok=num_experts_per_tok, norm_topk_prob=norm_topk_prob,
             router_aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, rope_theta=rope_theta,
             rms_norm_eps=rms_norm_eps, **options,
         )  # fmt: skip

@@ -167,7 +167,7 @@ def _argument(what: str, name: str, value: Any) -> Any:
         return real(what, value, below=1)
     if name.endswith(("_eps", "_coef")) or name == "initializer_range":
         return real(what, value)
-    if name.endswith("_bias") or name in ("tie_word_embeddings", "packed"):
+    if name.endswith("_bias") or name in ("tie_word_embeddings", "packed", "norm_topk_prob"):
         return flag(what, value)
     return value
 

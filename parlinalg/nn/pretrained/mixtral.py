@@ -36,13 +36,11 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
 
 
 def _arguments(config: Settings) -> dict[str, Any]:
-    top = config.whole("num_experts_per_tok", 2)
-    if top != 2:  # its gate would be 1, and not the probability
-        raise ConfigError(f"{config.path}: num_experts_per_tok={top} is not supported; it may be 2")
     return {
         **llama.ARCHITECTURE.arguments(config),
         "num_local_experts": config.whole("num_local_experts", 8),
-        "num_experts_per_tok": top,
+        "num_experts_per_tok": config.whole("num_experts_per_tok", 2),
+        "norm_topk_prob": True,
         "router_aux_loss_coef": config.real("router_aux_loss_coef", 0.001),
         "capacity_factor": None,
     }
@@ -51,8 +49,10 @@ def _arguments(config: Settings) -> dict[str, Any]:
 def _settings(arguments: Arguments) -> dict[str, Any]:
     if biased := [name for name in ("attention_bias", "mlp_bias") if arguments[name]]:
         raise ConfigError(f"`transformers` has no Mixtral with {biased[0]}=True: it has no biases")
-    a = llama.ARCHITECTURE.settings(arguments)
-    return {name: value for name, value in a.items() if name not in ("attention_bias", "mlp_bias", "capacity_factor")}
+    if not arguments["norm_topk_prob"]:
+        raise ConfigError("`transformers` has no Mixtral with norm_topk_prob=False: its gates are divided by their sum")
+    ours = ("attention_bias", "mlp_bias", "capacity_factor", "norm_topk_prob")
+    return {name: value for name, value in llama.ARCHITECTURE.settings(arguments).items() if name not in ours}
 
 
 ARCHITECTURE = Architecture(
