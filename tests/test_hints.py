@@ -53,6 +53,10 @@ def test_imports_of_other_names() -> None:
         ({"zero": {"model_config": {}}}, "zero has an unknown key 'model_config': here it is zero=dict(stage=3)"),
         ({"parallel": {"tensor_model_parallel_size": 2}}, 'parallel=dict(tensor=dict(size=…, mode="1d"))'),
         ({"parallel": {"expert_model_parallel_size": 8}}, "parallel=dict(experts=…), of the data parallel ranks"),
+        (
+            {"model": {"name": "llama", "n_shared_experts": 2}},
+            "model=dict(shared_expert_intermediate_size=…), the common width of all shared experts",
+        ),
         ({"train_micro_batch_size_per_gpu": 2}, "batch_size is that of a whole step"),
         ({"batchsize": 3}, "did you mean 'batch_size'?"),
     ],

@@ -24,6 +24,7 @@ from parlinalg.nn import init
 from parlinalg.nn.activations import activation as activation_module
 from parlinalg.nn.added_losses import add_loss, collecting
 from parlinalg.nn.checks import flag, placed, whole
+from parlinalg.nn.containers import MLP
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
@@ -62,7 +63,7 @@ class MixtureOfExperts(Module):
     2022; with many small ones Dai et al., "DeepSeekMoE", 2024).  Of equal scores the first expert's counts.  A sequence
     is a routing group: of its tokens an expert takes `ceil(top_k · sequence · capacity_factor / experts)`, first
     choices before second ones and so on, each in the order of the sequence; what an expert does not take adds nothing,
-    so that the token's residual stream passes.
+    so that the token's residual stream passes.  A shared expert, which every token passes, is added (DeepSeekMoE).
 
     Parameters
     ----------
@@ -76,6 +77,11 @@ class MixtureOfExperts(Module):
         True: the gates of a token's experts are divided by their sum (GShard, Mixtral, Qwen3), which is the softmax
         over their scores; False: they are the probabilities (Switch, DeepSeekMoE, Qwen1.5).  By default True where
         `top_k` is at least 2: a single gate would be 1, and the router would learn nothing from the output.
+    shared : int
+        Features inside of the shared expert, an `MLP` of the same activation; 0 for none.  Several shared experts are
+        one as wide as all of them.
+    shared_gate : bool
+        Whether what the shared expert gives is multiplied by the sigmoid of a score of its own (Qwen1.5-MoE, 2024).
     capacity_factor : float or None
         None: experts take every token.
     axis : str, tuple of str or None
@@ -102,6 +108,9 @@ class MixtureOfExperts(Module):
         [experts, hidden, inner] (with "swiglu" [experts, hidden, inner, 2]) and [experts, inner, hidden].
     expand_bias, contract_bias : Parameter or None
         [experts, inner] and [experts, hidden].
+    shared : MLP or None
+    shared_gate : Parameter or None
+        [hidden, 1].
 
     Call it with the residual stream [batch, sequence, hidden] in the scheme's layout for it, which the result keeps.
 
@@ -111,23 +120,32 @@ class MixtureOfExperts(Module):
         If the grid has no such axis, or a number is not one that can be; the message says what can.
     """
 
+    #: The names of the parameters that `axis` cuts; all tokens meet the others.
+    CUT = ("expand", "contract", "expand_bias", "contract_bias")
+
     router: Parameter
     expand: Parameter
     contract: Parameter
     expand_bias: Parameter | None
     contract_bias: Parameter | None
+    shared: MLP | None
+    shared_gate: Parameter | None
 
     def __init__(
         self, hidden: int, inner: int, experts: int, scheme: Scheme | str, grid: Grid, *, top_k: int = 2,
-        normalize_gates: bool | None = None, capacity_factor: float | None = 1.25, axis: AxisSpec = None,
-        activation: str = "gelu_tanh", bias: bool = True, aux_loss_coef: float = 0.01, z_loss_coef: float = 0.0,
-        dtype: DTypeLike = np.float32, weight_init: Initializer | None = None, seed: int | None = None, name: str = "",
+        normalize_gates: bool | None = None, shared: int = 0, shared_gate: bool = False,
+        capacity_factor: float | None = 1.25, axis: AxisSpec = None, activation: str = "gelu_tanh", bias: bool = True,
+        aux_loss_coef: float = 0.01, z_loss_coef: float = 0.0, dtype: DTypeLike = np.float32,
+        weight_init: Initializer | None = None, seed: int | None = None, name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
         scheme = placed(self, scheme, grid)
         self.axis = as_cut(axis)
         check(experts, top_k, capacity_factor, self.axis, grid.sizes)
         self.normalize_gates = normalizes(normalize_gates, top_k)
+        shared = whole("shared, the features inside of the shared expert,", shared, 0)
+        if flag("shared_gate", shared_gate) and not shared:
+            raise ConfigError("shared_gate=True of experts without a shared one: give its features inside, shared=…")
         self.hidden, self.inner, self.experts = hidden, inner, experts
         self.scheme, self.grid, self.top_k, self.capacity_factor = scheme, grid, top_k, capacity_factor
         self.aux_loss_coef, self.z_loss_coef, self.keep = aux_loss_coef, z_loss_coef, "xw"
@@ -151,6 +169,14 @@ class MixtureOfExperts(Module):
         if bias:
             self.expand_bias = declared((experts, *outputs), _bias(expand), init.zeros, hidden)
             self.contract_bias = declared((experts, hidden), _bias(contract), init.zeros, inner)
+        self.shared = self.shared_gate = None
+        if shared:
+            self.shared = MLP(
+                (hidden, shared, hidden), scheme, grid, activation=activation, bias=bias, head=False, dtype=dtype,
+                weight_init=weight_init,
+            )  # fmt: skip
+        if shared_gate:
+            self.shared_gate = declared((hidden, 1), self.router.layout, made, hidden)
         if seed is not None:
             self.initialize(seed, name)
 
@@ -241,7 +267,16 @@ class MixtureOfExperts(Module):
             y = add_bias(y, self.contract_bias)
         if collecting():
             self._add_terms(probabilities, scores, routing)
-        return ops.combine(y, gates, routing, self.scheme.residual)
+        y = ops.combine(y, gates, routing, self.scheme.residual)
+        return y if self.shared is None else y + self._of_all(x, self.shared)
+
+    def _of_all(self, x: Tensor, shared: MLP) -> Tensor:
+        """Return what the shared expert adds."""
+        y: Tensor = shared(x)
+        if self.shared_gate is None:
+            return y
+        gate: Tensor = ops.sigmoid(ops.matmul(x, self.shared_gate, self._router_plan(self.scheme.residual)))
+        return y * gate
 
     def _add_terms(self, probabilities: Tensor, scores: Tensor, routing: Any) -> None:
         if self.aux_loss_coef:
@@ -251,7 +286,8 @@ class MixtureOfExperts(Module):
 
     @property
     def multiplications(self) -> int:
-        return self.hidden * (self.experts + self.top_k * self.inner * (3 if self.gated else 2))
+        per_token = self.experts + self.top_k * self.inner * (3 if self.gated else 2)
+        return self.hidden * (per_token + (self.shared_gate is not None))  # the shared expert counts its own
 
     def extra_repr(self) -> str:
         cut = f", cut over {', '.join(self.axis)}" if self.axis else ""
@@ -315,8 +351,9 @@ def _bias(plan: Plan) -> Layout:
 
 
 def perceptrons(
-    grid: Grid, num_local_experts: int | None, num_experts_per_tok: int, router_aux_loss_coef: float,
-    capacity_factor: float | None, expert_axis: AxisSpec, norm_topk_prob: bool | None = None,
+    grid: Grid, num_local_experts: int | None, *, num_experts_per_tok: int, norm_topk_prob: bool | None,
+    shared_expert_intermediate_size: int | None, shared_expert_gate: bool, router_aux_loss_coef: float,
+    capacity_factor: float | None, expert_axis: AxisSpec,
 ) -> tuple[dict[str, Any], Callable[..., MixtureOfExperts] | None]:  # fmt: skip
     """Return the entries of a model's `config` about experts, and the `mlp` of its blocks.
 
@@ -325,18 +362,28 @@ def perceptrons(
     num_local_experts : int, optional
         None: no experts, but plain perceptrons.
     num_experts_per_tok : int
+    norm_topk_prob : bool, optional
+    shared_expert_intermediate_size : int, optional
+        None or 0: no shared expert.
+    shared_expert_gate : bool
     router_aux_loss_coef : float
     capacity_factor : float or None
     expert_axis : str, tuple of str or None
         "auto" is "data" where the grid has that axis, else none.
-    norm_topk_prob : bool, optional
 
     Raises
     ------
     ConfigError
-        If a token is to go to more experts than there are, or the grid has no such axis.
+        If a token is to go to more experts than there are, the grid has no such axis, or there is a shared expert
+        beside none.
     """
+    inside = whole("shared_expert_intermediate_size", shared_expert_intermediate_size or 0, 0)
     if num_local_experts is None:
+        if inside:
+            raise ConfigError(
+                f"shared_expert_intermediate_size={inside} without num_local_experts: a shared expert stands beside "
+                "others; give num_local_experts=…, or a wider intermediate_size"
+            )
         return {}, None
     choices, experts = whole("num_experts_per_tok", num_experts_per_tok), whole("num_local_experts", num_local_experts)
     if choices > experts:
@@ -352,12 +399,15 @@ def perceptrons(
             f"expert_axis={expert_axis!r}, but the grid has the axes {dict(grid.sizes)}: give one of these, or None to "
             "have all experts on every rank"
         )
+    normalized = normalizes(norm_topk_prob, choices)
     settings = {
-        "num_local_experts": experts, "num_experts_per_tok": choices,
-        "norm_topk_prob": normalizes(norm_topk_prob, choices), "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,
+        "num_local_experts": experts, "num_experts_per_tok": choices, "norm_topk_prob": normalized,
+        "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,
     }  # fmt: skip
+    if inside:
+        settings |= {"shared_expert_intermediate_size": inside, "shared_expert_gate": shared_expert_gate}
     mlp = partial(
-        MixtureOfExperts, experts=experts, top_k=choices, normalize_gates=settings["norm_topk_prob"],
-        aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, axis=axis,
+        MixtureOfExperts, experts=experts, top_k=choices, normalize_gates=normalized, shared=inside,
+        shared_gate=shared_expert_gate, aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, axis=axis,
     )  # fmt: skip
     return settings, mlp

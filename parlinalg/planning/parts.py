@@ -541,7 +541,7 @@ def tied(layers: Iterable[Layer]) -> list[tuple[object, frozenset[int]]]:
 def elements_of_experts(model: Any) -> tuple[list[tuple[int, int]], tuple[int, int]]:
     """Return for each layer of a declared model, and for all of it, the elements of experts and of all parameters.
 
-    A router is no part of them: it is not cut where experts are.
+    A router and a shared expert are no part of them: they are not cut where experts are.
     """
 
     def counted(layers: Iterable[Layer]) -> tuple[int, int]:
@@ -549,7 +549,7 @@ def elements_of_experts(model: Any) -> tuple[list[tuple[int, int]], tuple[int, i
         every = {id(p): p for m in modules for p in m._parameters.values()}
         own = {
             id(p): p for m in modules if isinstance(m, MixtureOfExperts)
-            for name, p in m._parameters.items() if name != "router"
+            for name, p in m._parameters.items() if name in MixtureOfExperts.CUT
         }  # fmt: skip
         return sum(math.prod(p.shape) for p in own.values()), sum(math.prod(p.shape) for p in every.values())
 

@@ -77,6 +77,8 @@ _language: dict[str, Check] = {
     "num_local_experts": integer(1),
     "num_experts_per_tok": integer(1),
     "norm_topk_prob": flag,
+    "shared_expert_intermediate_size": integer(0),
+    "shared_expert_gate": flag,
     "router_aux_loss_coef": real(0),
     "capacity_factor": optional(_positive),
     "expert_axis": optional(_axes),

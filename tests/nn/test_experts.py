@@ -36,10 +36,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "probabilities": {"top_k": 3, "normalize_gates": False, "activation": "gelu_tanh", "experts": 7},
     "all": {"top_k": 3, "capacity_factor": None, "activation": "relu", "normalize_gates": False},
     "one, normalized": {"top_k": 1, "normalize_gates": True, "activation": "swiglu"},
+    "shared": {"top_k": 2, "capacity_factor": 0.8, "activation": "gelu_tanh", "shared": 5},
+    "gated, shared": {"top_k": 3, "activation": "swiglu", "shared": 4, "shared_gate": True, "bias": False},
 }
 
 
-DROPPING = ("one, dropping", "many", "four", "probabilities", "one, normalized")
+DROPPING = ("one, dropping", "many", "four", "probabilities", "one, normalized", "shared")
 
 
 def layer(scheme: Any, grid: Any, *, experts: int = EXPERTS, **options: Any) -> Any:
@@ -106,6 +108,10 @@ def by_loops(
                 z = np.tensordot(token, state["expand"][e], 1) + state.get("expand_bias", none)[e]
                 out = activated(z, activation) @ state["contract"][e]
                 y[b, t] += gate * (out + state.get("contract_bias", none)[e])
+        if "shared.0.weight" in state:
+            z = np.tensordot(sequence, state["shared.0.weight"], 1) + state.get("shared.0.bias", 0)
+            out = activated(z, activation) @ state["shared.2.weight"] + state.get("shared.2.bias", 0)
+            y[b] += out / (1 + np.exp(-sequence @ state["shared_gate"])) if "shared_gate" in state else out
         for e in range(experts):
             balance += experts * np.mean(ranked[:, :top_k] == e) * odds[:, e].mean() / len(x)
         squares += (np.log(np.exp(scores).sum(1)) ** 2).mean() / len(x)
@@ -359,6 +365,8 @@ def test_a_model_names_the_numbers_of_experts_as_it_was_given_them(kind: str, wo
         ({"top_k": 4}, "top_k=4 of 3 experts; take a top_k from 1 to 3, or at least 4 experts"),
         ({"experts": 1}, "top_k=2 of 1 experts; take top_k=1"),
         ({"normalize_gates": 1}, "normalize_gates is True or False, not 1"),
+        ({"shared": -1}, "shared, the features inside .* of at least 0, not -1"),
+        ({"shared_gate": True}, "shared_gate=True of experts without a shared one.* shared=…"),
         ({"experts": 0}, "at least 1, not 0"),
         ({"axis": "data"}, r"'data', but the grid has the axes {'one': 1}.*axis=None"),
         ({"axis": ("one", "one")}, "names an axis twice"),

@@ -39,7 +39,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"name": "llama", **SIZES, "head_dim": 6, "num_key_value_heads": 5},
     "grouped": {"name": "llama", **SIZES, **DROP, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6},
     "experts": {"name": "llama", **SIZES, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
-}
+    "fine experts": {"name": "llama", **SIZES, "head_dim": 6, "num_local_experts": 5, "num_experts_per_tok": 3,
+                     "norm_topk_prob": False, "shared_expert_intermediate_size": 6, "shared_expert_gate": True},
+}  # fmt: skip
 OPTIMIZERS = {
     "gpt, LAMB": {"name": "lamb", "lr": 5e-2}, "gpt, LARS": {"name": "lars", "lr": 5.0, "weight_decay": 0.1},
     "gpt, Muon": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw_lr": 5e-3},
@@ -105,6 +107,14 @@ CASES: list[Case] = [
     (8, "experts", {"data": 4, "experts": 2, "tensor": one_d(2), "zero": 1, "parts": 2}),
     (8, "experts, two layers", {"data": 4, "experts": 2, "tensor": one_d(2, sequence_parallel=True), "zero": 3}),
     (8, "experts", {"data": 4, "experts": 2, "sequence": RING, "zero": 2}),
+    (2, "fine experts", {"data": 2, "zero": 3, "recompute": "block"}),
+    (2, "fine experts", {"sequence": RING, "zero": 3, "parts": 2}),
+    (4, "fine experts", {"data": 4, "experts": 2, "zero": 1, "parts": 2}),
+    (4, "fine experts", {"data": 2, "tensor": one_d(2, sequence_parallel=True), "zero": 2, "offload": DISK}),
+    (4, "fine experts", {"tensor": shaped("2d", 2, 2), "recompute": "block"}),
+    (8, "fine experts", {"data": 4, "experts": 2, "tensor": one_d(2), "zero": 3, "parts": 2}),
+    (8, "fine experts", {"tensor": shaped("2.5d", 2, 2, 2), "parts": 2}),
+    (8, "fine experts", {"tensor": shaped("3d", 2, 2, 2)}),
     (4, "gpt, LAMB", {"data": 2, "tensor": shaped("2d", 1, 2), "zero": 2}),
     (2, "gpt, Muon", {"data": 2, "zero": 2, "offload": DISK}),
     (2, "experts, Muon", {"data": 2, "zero": 1}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ pytestmark = pytest.mark.serial
 MODEL = {
     "name": "gpt", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_local_experts": 4, "recompute": "attention",
+}  # fmt: skip
+#: Small experts, of which every token takes three, and a shared one.
+FINE = {
+    **MODEL, "intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 64, "shared_expert_gate": True,
 }  # fmt: skip
 GPT: dict[str, Any] = {
     "model": MODEL, "data": {"name": "text", "sequence_length": 16}, "dtype": "float32", "batch_size": 8,
@@ -67,10 +73,11 @@ SMALL = [
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize("model", [MODEL, FINE], ids=["two", "three and a shared one"])
 @pytest.mark.parametrize(("ranks", "fixed"), SMALL, ids=str)
-def test_the_answer_is_that_of_exhaustive_search(ranks: int, fixed: dict[str, Any]) -> None:
-    options = {"ranks": ranks, "machine": "v100", "best": 3}
-    found, every = (pla.plan_training({**GPT, **fixed}, **options, exhaustive=e) for e in (False, True))
+def test_the_answer_is_that_of_exhaustive_search(ranks: int, fixed: dict[str, Any], model: dict[str, Any]) -> None:
+    options, given = {"ranks": ranks, "machine": "v100", "best": 3}, {**GPT, "model": model, **fixed}
+    found, every = (pla.plan_training(given, **options, exhaustive=e) for e in (False, True))
     assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in every.best]
     assert found.proven
     assert found.traced <= every.traced == every.candidates
@@ -89,13 +96,15 @@ FORMS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("hidden", [32, 512])
+@pytest.mark.parametrize(
+    "model", [MODEL, {**MODEL, "hidden_size": 512}, FINE], ids=["32", "512", "three and a shared one"]
+)
 @pytest.mark.parametrize(("ranks", "fixed"), FORMS, ids=str)
-def test_bounds_are_below_full_traces(ranks: int, fixed: dict[str, Any], hidden: int) -> None:
+def test_bounds_are_below_full_traces(ranks: int, fixed: dict[str, Any], model: dict[str, Any]) -> None:
     """Ranks that share experts have larger products of fewer of them, which may be faster than those of one rank."""
     rows = 12 if ranks == 6 else 8
     parallel = {"pipeline": 1, "sequence": 1, "tensor": 1, **fixed["parallel"]}
-    given = {**GPT, "model": {**MODEL, "hidden_size": hidden}, **fixed, "parallel": parallel, "batch_size": rows}
+    given = {**GPT, "model": model, **fixed, "parallel": parallel, "batch_size": rows}
     predictor = Predictor(TracedModel(load(given), ranks, load_machine("v100"), rows))
     bounds = Bounds(predictor.model)
     every = list(Space(load(given), given, ranks, rows, predictor.model.depth, [""]))
@@ -107,10 +116,11 @@ def test_bounds_are_below_full_traces(ranks: int, fixed: dict[str, Any], hidden:
         assert bounds.within(c, found.bytes)[1] <= found.bytes, c
 
 
+@pytest.mark.parametrize("model", [MODEL, FINE], ids=["two", "three and a shared one"])
 @pytest.mark.parametrize("zero", range(4))
-def test_bounds_of_memory_are_near_what_rests(zero: int) -> None:
+def test_bounds_of_memory_are_near_what_rests(zero: int, model: dict[str, Any]) -> None:
     """Of experts as of all else: on all ranks, or shared by as many as the axis has."""
-    config = {**GPT, "model": {**MODEL, "hidden_size": 1024}, "batch_size": 4}
+    config = {**GPT, "model": {**model, "hidden_size": 1024}, "batch_size": 4}
     bare = replace(load_machine("v100"), host=None, disk=None)
     predictor = Predictor(TracedModel(load(config), 4, bare, 4))
     bounds = Bounds(predictor.model)
@@ -248,6 +258,19 @@ def test_groups_within_a_node_are_those_of_neighbours():
     both = {(group, None) for group in (None, 2, 4)}
     assert groups({"pipeline": 1, "tensor": tensor}) == both | {(None, 4), (4, 4)}
     assert groups({"pipeline": 4, "tensor": tensor}) == both | {(4, 4)}, "its stages are outside of them"
+
+
+def test_parameters_and_operations_of_small_experts_and_a_shared_one():
+    """Every token passes its three experts, the router, the shared expert and its gate; parameters are all of them."""
+    h, i, shared, experts, top, layers, vocabulary, rows, s = 32, 48, 64, 8, 3, 2, 256, 8, 16
+    model = TracedModel(load({**GPT, "model": {**FINE, "name": "llama"}}), 4, load_machine("v100"), rows)
+    each, dense = 3 * h * i, 4 * h * h + h * experts + 3 * h * shared + h
+    per_token = layers * (dense + top * each + 2 * s * h) + vocabulary * h
+    assert model.flops == 6 * rows * s * per_token
+    norms, tables = (2 * layers + 1) * h, 2 * vocabulary * h
+    every = layers * (dense + experts * each) + norms + tables
+    assert model.alone(None).weights == 4 * every
+    assert model.experts(None) == Fraction(layers * experts * each, every)
 
 
 def test_weights_of_experts_at_work_stay_cut_by_their_axis():

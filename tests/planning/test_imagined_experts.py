@@ -59,9 +59,14 @@ def test_ledgers_of_experts_are_those_of_real_ranks(world, even, monkeypatch, fu
     assert travelled or world.size == 1
 
 
+FINE = {"num_experts_per_tok": 3, "norm_topk_prob": False, "shared_expert_intermediate_size": 18,
+        "shared_expert_gate": True}  # fmt: skip
+
+
 @pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("options", [{}, FINE], ids=["two", "three and a shared one"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_ledgers_of_groups_that_share_experts_are_those_of_real_ranks(world, zero, monkeypatch):
+def test_ledgers_of_groups_that_share_experts_are_those_of_real_ranks(world, zero, options, monkeypatch):
     """Dense parameters are reduced and gathered over all data parallel ranks, experts over those that hold a copy."""
     tensor = {"size": world.size // 4, "mode": "1d"}
     config = load({"parallel": {"data": 4, "experts": 2, "tensor": tensor}, "zero": zero})
@@ -73,7 +78,7 @@ def test_ledgers_of_groups_that_share_experts_are_those_of_real_ranks(world, zer
     def program(grid: Any) -> None:
         model = nn.GPT(
             vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_local_experts=4, scheme=spec.scheme, grid=grid, seed=1,
+            num_local_experts=4, **options, scheme=spec.scheme, grid=grid, seed=1,
         )  # fmt: skip
         reducer_for(config, grid, model)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3)

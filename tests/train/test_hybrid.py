@@ -124,7 +124,7 @@ def test_experts_over_two_axes(tale: Path, world: Any, backend: str) -> None:
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize(("zero", "schedule"), [(0, "1f1b"), (1, "zb-v"), (2, "interleaved"), (3, "zb-h1")])
 def test_experts_over_groups_of_data_ranks(zero: int, schedule: str, tale: Path, world: Any, backend: str) -> None:
-    model = {**BASE["model"], "num_local_experts": 3}
+    model = {**BASE["model"], "num_local_experts": 3, "shared_expert_intermediate_size": 7}
     given = {"parallel": {"data": 4, "pipeline": 2, "experts": 2}, "zero": zero, "schedule": {"name": schedule}}
     found, _ = trained(world, settings(tale, **given, model=model), backend, tale)
     np.testing.assert_allclose(found, serial(tale, model=model)[0], rtol=CLOSE)

@@ -2,7 +2,7 @@
 
 All first choices stand in an expert's queue before all second ones, these before all third ones and so on, each in the
 order of the sequence (Lepikhin et al., "GShard: scaling giant models with conditional computation and automatic
-sharding", 2021).  A queue belongs to one sequence and one expert, and takes `capacity` tokens; those behind are dropped.
+sharding", 2021).  A queue belongs to one sequence and one expert, and takes `capacity` tokens; others are dropped.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ class GPT(CausalModel):
     num_local_experts : int, optional
         With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
     num_experts_per_tok, norm_topk_prob, router_aux_loss_coef, capacity_factor
-        Its `top_k`, `normalize_gates`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
+        Its `top_k`, `normalize_gates`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by
+        `added_losses`.
+    shared_expert_intermediate_size, shared_expert_gate
+        Its `shared` and `shared_gate`; None is no shared expert.
     expert_axis : str, tuple of str or None
         The axes that cut the experts; "auto": "data" where the grid has it, else none.
     scheme : Scheme or str
@@ -73,6 +76,7 @@ class GPT(CausalModel):
         hidden_act: str = "gelu_tanh", embd_pdrop: float = 0.0, resid_pdrop: float = 0.0, attn_pdrop: float = 0.0,
         layer_norm_eps: float = 1e-5, initializer_range: float = 0.02, tie_word_embeddings: bool = True,
         num_local_experts: int | None = None, num_experts_per_tok: int = 2, norm_topk_prob: bool | None = None,
+        shared_expert_intermediate_size: int | None = None, shared_expert_gate: bool = False,
         router_aux_loss_coef: float = 0.01, capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
         scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
@@ -88,8 +92,9 @@ class GPT(CausalModel):
             "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
         settings, mlp = perceptrons(
-            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis,
-            norm_topk_prob,
+            grid, num_local_experts, num_experts_per_tok=num_experts_per_tok, norm_topk_prob=norm_topk_prob,
+            shared_expert_intermediate_size=shared_expert_intermediate_size, shared_expert_gate=shared_expert_gate,
+            router_aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, expert_axis=expert_axis,
         )  # fmt: skip
         config |= settings
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=True)

@@ -49,8 +49,9 @@ class Llama(CausalModel):
         Dropout of what is added to the residual stream, and after the embedding, as in GPT-2; Llama has none.
     tie_word_embeddings : bool
         Whether the head is the embedding's table.
-    num_local_experts, num_experts_per_tok, norm_topk_prob, router_aux_loss_coef, capacity_factor, expert_axis
-        As of `GPT`, as are `scheme`, `grid`, `dtype`, `seed` and `recompute`.
+    num_local_experts, num_experts_per_tok, norm_topk_prob, shared_expert_intermediate_size, shared_expert_gate
+        As of `GPT`, as are `router_aux_loss_coef`, `capacity_factor` and `expert_axis`, and `scheme`, `grid`, `dtype`,
+        `seed` and `recompute`.
 
     Members, calls and what they give are those of `CausalModel`.
     """
@@ -65,6 +66,7 @@ class Llama(CausalModel):
         attention_bias: bool = False, mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0,
         embd_pdrop: float = 0.0, initializer_range: float = 0.02, tie_word_embeddings: bool = False,
         num_local_experts: int | None = None, num_experts_per_tok: int = 2, norm_topk_prob: bool | None = None,
+        shared_expert_intermediate_size: int | None = None, shared_expert_gate: bool = False,
         router_aux_loss_coef: float = 0.01, capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
         scheme: Scheme | str, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
@@ -88,8 +90,9 @@ class Llama(CausalModel):
             "packed": packed,
         }  # fmt: skip
         settings, mlp = perceptrons(
-            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis,
-            norm_topk_prob,
+            grid, num_local_experts, num_experts_per_tok=num_experts_per_tok, norm_topk_prob=norm_topk_prob,
+            shared_expert_intermediate_size=shared_expert_intermediate_size, shared_expert_gate=shared_expert_gate,
+            router_aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, expert_axis=expert_axis,
         )  # fmt: skip
         config |= settings
         if head_dim is not None:

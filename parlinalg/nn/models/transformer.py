@@ -115,7 +115,9 @@ def spread(std: float, layers: int = 0) -> Callable[[str, Declared], Initializer
     def rule(name: str, declared: Declared) -> Initializer | None:
         if isinstance(declared.init, init.Constant):
             return None
-        added = layers and name.endswith(("attention.out.weight", "mlp.2.weight", "mlp.contract"))
+        added = layers and name.endswith(
+            ("attention.out.weight", "mlp.2.weight", "mlp.contract", "mlp.shared.2.weight")
+        )
         return init.Normal(std / math.sqrt(2 * layers) if added else std)
 
     return rule
@@ -167,7 +169,7 @@ def _argument(what: str, name: str, value: Any) -> Any:
         return real(what, value, below=1)
     if name.endswith(("_eps", "_coef")) or name == "initializer_range":
         return real(what, value)
-    if name.endswith("_bias") or name in ("tie_word_embeddings", "packed", "norm_topk_prob"):
+    if name.endswith("_bias") or name in ("tie_word_embeddings", "packed", "norm_topk_prob", "shared_expert_gate"):
         return flag(what, value)
     return value
 

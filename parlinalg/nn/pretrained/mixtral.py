@@ -49,6 +49,8 @@ def _arguments(config: Settings) -> dict[str, Any]:
 def _settings(arguments: Arguments) -> dict[str, Any]:
     if biased := [name for name in ("attention_bias", "mlp_bias") if arguments[name]]:
         raise ConfigError(f"`transformers` has no Mixtral with {biased[0]}=True: it has no biases")
+    if arguments.get("shared_expert_intermediate_size"):
+        raise ConfigError("`transformers` has no Mixtral with a shared expert")
     if not arguments["norm_topk_prob"]:
         raise ConfigError("`transformers` has no Mixtral with norm_topk_prob=False: its gates are divided by their sum")
     ours = ("attention_bias", "mlp_bias", "capacity_factor", "norm_topk_prob")
