@@ -18,7 +18,7 @@ from parlinalg.nn.generate import generate
 from parlinalg.nn.images import AdaptiveAvgPool2d, AvgPool2d, Conv2d, MaxPool2d
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
-from parlinalg.nn.models import GPT, BertEncoder, Llama, Mixtral, ResNet, ViT, resnet18, resnet34, resnet50
+from parlinalg.nn.models import GPT, BertEncoder, Llama, Mixtral, Qwen2Moe, ResNet, ViT, resnet18, resnet34, resnet50
 from parlinalg.nn.module import Module
 from parlinalg.nn.norms import BatchNorm1d, BatchNorm2d, LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute
@@ -30,9 +30,9 @@ __all__ = [
     "GELU", "GPT", "MLP", "AdaptiveAvgPool2d", "Attention", "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "BertEncoder",
     "BlockMask", "Classifier", "Conv2d", "Dropout", "Embedding", "KeyValueCache", "Layer", "LayerNorm", "Linear",
     "Llama", "MaxPool2d", "Mixtral", "MixtureOfExperts", "Module", "ModuleDict", "ModuleList", "PatchEmbedding",
-    "Positions", "RMSNorm", "ReLU", "ResNet", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock",
-    "ViT", "activation", "add_loss", "added_losses", "generate", "init", "recompute", "resnet18", "resnet34",
-    "resnet50", "sequence_positions", "training_step",
+    "Positions", "Qwen2Moe", "RMSNorm", "ReLU", "ResNet", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh",
+    "TransformerBlock", "ViT", "activation", "add_loss", "added_losses", "generate", "init", "recompute", "resnet18",
+    "resnet34", "resnet50", "sequence_positions", "training_step",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # names of other libraries

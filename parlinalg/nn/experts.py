@@ -162,7 +162,8 @@ class MixtureOfExperts(Module):
         ) -> Any:
             return Declared(shape, layout, grid, one, init, fan, shape[-1], matrix=matrix)
 
-        self.router = declared((hidden, experts), Layout(scheme.residual.dims[2], None), made, hidden)
+        scores = Layout(scheme.residual.dims[2], None)
+        self.router = declared((hidden, experts), scores, made, hidden)
         self.expand = declared((experts, hidden, *outputs), expand.w, made, hidden, (1, 1))
         self.contract = declared((experts, inner, hidden), contract.w, made, inner, (1, 1))
         self.expand_bias = self.contract_bias = None
@@ -176,7 +177,7 @@ class MixtureOfExperts(Module):
                 weight_init=weight_init,
             )  # fmt: skip
         if shared_gate:
-            self.shared_gate = declared((hidden, 1), self.router.layout, made, hidden)
+            self.shared_gate = declared((hidden, 1), scores, made, hidden)
         if seed is not None:
             self.initialize(seed, name)
 

@@ -158,6 +158,7 @@ PLACED = {
     "MixtureOfExperts": (6, 5, 2),
     "PatchEmbedding": ((4, 6), 2, 3, 6),
     "Positions": (5, 6),
+    "Qwen2Moe": {"intermediate_size": 4},
     "RMSNorm": (6,),
     "ResNet": ("basic", (1,)),
     "TransformerBlock": (6, 2, 8),

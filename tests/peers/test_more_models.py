@@ -1,4 +1,4 @@
-"""BERT, ViT and Mixtral from folders that `transformers` writes, and back."""
+"""BERT, ViT, Mixtral and Qwen2-MoE from folders that `transformers` writes, and back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,21 @@ CASES = {
                  "num_key_value_heads": 2, "num_local_experts": 5, "initializer_range": 0.3, "bos_token_id": None,
                  "eos_token_id": None, "pad_token_id": None}),
 }  # fmt: skip
+for normalized in (False, True):
+    CASES[f"qwen2 moe, {normalized}"] = (
+        "Qwen2Moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM",
+        {**{k: v for k, v in CASES["mixtral"][3].items() if k != "num_local_experts"}, "num_experts": 5,
+         "num_experts_per_tok": 3, "norm_topk_prob": normalized, "moe_intermediate_size": 8,
+         "shared_expert_intermediate_size": 13, "qkv_bias": normalized},
+    )  # fmt: skip
 for top in (1, 3):
     CASES[f"mixtral {top}"] = (*CASES["mixtral"][:3], {**CASES["mixtral"][3], "num_experts_per_tok": top})
+MIXTURES = ("mixtral", "qwen2 moe")
 CLOSE = {"float64": 1e-10, "float32": 1e-5}
 RUNS = [
     ("bert", "2d", "float64"), ("masked bert", "data", "float64"), ("vit", "1d", "float64"), ("vit", "2d", "float64"),
     ("mixtral", "2d", "float32"), ("mixtral", "data", "float32"), ("mixtral", "1d", "float32"),
+    ("qwen2 moe, False", "2d", "float32"), ("qwen2 moe, True", "1d", "float32"), ("qwen2 moe, True", "data", "float32"),
     ("mixtral 1", "1d", "float32"), ("mixtral 3", "2d", "float32"),
 ]  # fmt: skip
 
@@ -36,7 +45,7 @@ RUNS = [
 def computed(torch, model, case):
     """What `transformers` gives."""
     with torch.no_grad():
-        if case.startswith("mixtral"):
+        if case.startswith(MIXTURES):
             return model(torch.tensor(inputs("bert")["input_ids"])).logits
         given = {name: torch.tensor(a) for name, a in inputs("vit" if case == "vit" else "bert").items()}
         del given["weights"]
@@ -67,7 +76,7 @@ def result(model, case):
         pla.distribute(given[n], model.grid, model.ids_layout)
         for n in ("input_ids", "attention_mask", "token_type_ids")
     ]
-    return (model(args[0]) if case.startswith("mixtral") else model(*args)).gather()
+    return (model(args[0]) if case.startswith(MIXTURES) else model(*args)).gather()
 
 
 @pytest.mark.parametrize(("case", "name", "dtype"), RUNS)

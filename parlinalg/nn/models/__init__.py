@@ -4,12 +4,12 @@ Face's names, the parts of ResNets torchvision's."""
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.models.bert import BertEncoder
 from parlinalg.nn.models.gpt import GPT
-from parlinalg.nn.models.llama import Llama, Mixtral
+from parlinalg.nn.models.llama import Llama, Mixtral, Qwen2Moe
 from parlinalg.nn.models.resnet import ResNet, resnet18, resnet34, resnet50
 from parlinalg.nn.models.transformer import Transformer
 from parlinalg.nn.models.vit import ViT
 
 __all__ = [
-    "GPT", "BertEncoder", "Layer", "Llama", "Mixtral", "ResNet", "Transformer", "ViT", "resnet18", "resnet34",
-    "resnet50",
+    "GPT", "BertEncoder", "Layer", "Llama", "Mixtral", "Qwen2Moe", "ResNet", "Transformer", "ViT", "resnet18",
+    "resnet34", "resnet50",
 ]  # fmt: skip

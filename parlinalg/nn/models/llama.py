@@ -18,7 +18,7 @@ from parlinalg.nn.checks import placed, real
 from parlinalg.nn.experts import perceptrons
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.norms import RMSNorm
-from parlinalg.nn.pretrained import llama, mixtral
+from parlinalg.nn.pretrained import llama, mixtral, qwen2_moe
 from parlinalg.schemes import Scheme
 
 
@@ -43,6 +43,8 @@ class Llama(CausalModel):
         As of `Attention`: False where ranks that cut heads are more than `num_key_value_heads`.  It is the model's, on
         every grid, and no setting of folders of weights, which are read and written either way.
     attention_bias, mlp_bias : bool
+    qkv_bias : bool, optional
+        The biases of the products into attention alone, which Qwen2 has; by default as `attention_bias`.
     attention_dropout : float
         The probability of dropping an attention weight.
     resid_pdrop, embd_pdrop : float
@@ -63,8 +65,9 @@ class Llama(CausalModel):
         num_hidden_layers: int = 32, num_attention_heads: int = 32, num_key_value_heads: int | None = None,
         intermediate_size: int = 11008, head_dim: int | None = None, rms_norm_eps: float = 1e-6,
         rope_theta: float = 10000.0, rope_scaling: Mapping[str, Any] | None = None, packed: bool = True,
-        attention_bias: bool = False, mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0,
-        embd_pdrop: float = 0.0, initializer_range: float = 0.02, tie_word_embeddings: bool = False,
+        attention_bias: bool = False, qkv_bias: bool | None = None, mlp_bias: bool = False,
+        attention_dropout: float = 0.0, resid_pdrop: float = 0.0, embd_pdrop: float = 0.0,
+        initializer_range: float = 0.02, tie_word_embeddings: bool = False,
         num_local_experts: int | None = None, num_experts_per_tok: int = 2, norm_topk_prob: bool | None = None,
         shared_expert_intermediate_size: int | None = None, shared_expert_gate: bool = False,
         router_aux_loss_coef: float = 0.01, capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
@@ -97,6 +100,8 @@ class Llama(CausalModel):
         config |= settings
         if head_dim is not None:
             config["head_dim"] = head_dim
+        if qkv_bias is not None:
+            config["qkv_bias"] = qkv_bias
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=False)
         c, hidden, eps = self.config, self.config["hidden_size"], self.config["rms_norm_eps"]
         width = c.setdefault("head_dim", self.head_dim)
@@ -105,7 +110,7 @@ class Llama(CausalModel):
             TransformerBlock(
                 hidden, c["num_attention_heads"], c["intermediate_size"], scheme, grid,
                 kv_heads=c["num_key_value_heads"], head_dim=width, norm="rms", eps=eps, activation="swiglu",
-                bias=c["mlp_bias"], attention_bias=c["attention_bias"], causal=True, rotary=rotary,
+                bias=c["mlp_bias"], attention_bias=c["attention_bias"], qkv_bias=qkv_bias, causal=True, rotary=rotary,
                 packed=c["packed"],
                 attention_dropout=attention_dropout, dropout=resid_pdrop, mlp=mlp,
                 recompute=recompute, dtype=self.dtype,
@@ -140,6 +145,41 @@ class Mixtral(Llama):
             num_local_experts=num_local_experts, num_experts_per_tok=num_experts_per_tok, norm_topk_prob=norm_topk_prob,
             router_aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, rope_theta=rope_theta,
             rms_norm_eps=rms_norm_eps, **options,
+        )  # fmt: skip
+
+
+class Qwen2Moe(Llama):
+    """A language model of Qwen2-MoE's shape (Yang et al., "Qwen2 technical report", 2024): a Llama of many small
+    experts beside a shared one with a gate, and with biases into attention; on every grid.
+
+    Parameters
+    ----------
+    num_local_experts, intermediate_size : int
+        The experts and their width inside: `num_experts` and `moe_intermediate_size` of `transformers.Qwen2MoeConfig`,
+        with the defaults of Qwen1.5-MoE-A2.7B.
+    num_experts_per_tok, norm_topk_prob, shared_expert_intermediate_size, router_aux_loss_coef, qkv_bias, rope_theta
+        As there.
+    shared_expert_gate : bool
+    capacity_factor : float, optional
+        By default experts take every token.
+    **options
+        As of `Llama`.
+    """
+
+    architecture = qwen2_moe.ARCHITECTURE
+
+    def __init__(
+        self, *, num_local_experts: int = 60, intermediate_size: int = 1408, num_experts_per_tok: int = 4,
+        norm_topk_prob: bool = False, shared_expert_intermediate_size: int = 5632, shared_expert_gate: bool = True,
+        router_aux_loss_coef: float = 0.001, capacity_factor: float | None = None, qkv_bias: bool = True,
+        rope_theta: float = 1e6, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_local_experts=num_local_experts, intermediate_size=intermediate_size,
+            num_experts_per_tok=num_experts_per_tok, norm_topk_prob=norm_topk_prob,
+            shared_expert_intermediate_size=shared_expert_intermediate_size, shared_expert_gate=shared_expert_gate,
+            router_aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, qkv_bias=qkv_bias,
+            rope_theta=rope_theta, **options,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.init import Declared
 from parlinalg.nn.module import Module
-from parlinalg.nn.pretrained import bert, gpt2, llama, mixtral, vit
+from parlinalg.nn.pretrained import bert, gpt2, llama, mixtral, qwen2_moe, vit
 from parlinalg.nn.pretrained.architecture import Architecture, Part, Place, Row, places
 from parlinalg.nn.pretrained.load import read
 from parlinalg.nn.pretrained.save import save
@@ -28,11 +28,13 @@ from parlinalg.units import parse_bytes
 
 __all__ = [
     "ARCHITECTURES", "Architecture", "Part", "Place", "Pretrained", "Row", "Settings", "Stored", "Writer", "bert",
-    "gpt2", "llama", "mixtral", "places", "read_header", "vit",
+    "gpt2", "llama", "mixtral", "places", "qwen2_moe", "read_header", "vit",
 ]  # fmt: skip
 
 #: The model for each `model_type`.
-ARCHITECTURES = {"gpt2": "GPT", "llama": "Llama", "mixtral": "Mixtral", "bert": "BertEncoder", "vit": "ViT"}
+ARCHITECTURES = {
+    "gpt2": "GPT", "llama": "Llama", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "bert": "BertEncoder", "vit": "ViT",
+}  # fmt: skip
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -106,8 +108,14 @@ class Pretrained(Module):
     @property
     def unwritable(self) -> str:
         """The reason why the model is not written in the format of `transformers`; empty where it is."""
-        experts = self.config.get("num_local_experts")
-        if experts is None or self.architecture is mixtral.ARCHITECTURE:
+        experts, mixtures = self.config.get("num_local_experts"), (mixtral.ARCHITECTURE, qwen2_moe.ARCHITECTURE)
+        biased = self.config.get("qkv_bias"), self.config.get("attention_bias")
+        if self.architecture is llama.ARCHITECTURE and biased[0] not in (None, biased[1]):
+            return (
+                f"a Llama with qkv_bias={biased[0]} and attention_bias={biased[1]} is not written in the format of "
+                "`transformers`; state_dict() gives its weights"
+            )
+        if experts is None or self.architecture in mixtures:
             return ""
         return (
             f"a model with num_local_experts={experts} is not written in the format of `transformers`; state_dict() "

@@ -43,11 +43,10 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
         Row("blocks.{i}.mlp.2.weight", "f h", Part(_L + "mlp.down_proj.weight", "h f")),
         Row("norm.weight", "h", Part("model.norm.weight", "h")),
     ]  # fmt: skip
+    if a.get("qkv_bias", a["attention_bias"]):
+        rows += _into_attention("bias", "k {} e", "(k {} e)", g, a.get("packed", True))
     if a["attention_bias"]:
-        rows += [
-            *_into_attention("bias", "k {} e", "(k {} e)", g, a.get("packed", True)),
-            Row("blocks.{i}.attention.out.bias", "h", Part(_L + "self_attn.o_proj.bias", "h")),
-        ]  # fmt: skip
+        rows.append(Row("blocks.{i}.attention.out.bias", "h", Part(_L + "self_attn.o_proj.bias", "h")))
     if a["mlp_bias"]:
         rows += [
             Row(
