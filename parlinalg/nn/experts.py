@@ -288,7 +288,7 @@ class MixtureOfExperts(Module):
     @property
     def multiplications(self) -> int:
         per_token = self.experts + self.top_k * self.inner * (3 if self.gated else 2)
-        return self.hidden * (per_token + (self.shared_gate is not None))  # the shared expert counts its own
+        return self.hidden * (per_token + ("shared_gate" in self._parameters))  # the shared expert counts its own
 
     def extra_repr(self) -> str:
         cut = f", cut over {', '.join(self.axis)}" if self.axis else ""
