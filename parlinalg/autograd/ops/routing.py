@@ -182,11 +182,11 @@ class Routing:
         place = np.empty(choices.shape, np.int64)
         place[:, mine.order, :] = rank.reshape(choices.shape)
         self._line_up(runs, self._gathered(runs, counted))
-        starts, _, lined_up = self._lines[q.parts[self._me]]
+        _, lined_up = self._lines[q.parts[self._me]]
         own = np.flatnonzero(lined_up[:, 0] == self._me)
         own = own[np.argsort(lined_up[own, 1])]
         if choices.size:
-            place += starts[j, own[mine.run[None, :, None]], b, choices]
+            place += self._starts[j, own[mine.run[None, :, None]], b, choices]
         self.places_of = place
         self.kept = place < q.capacity
 
@@ -206,35 +206,37 @@ class Routing:
         got = grid.backend.empty((sum(sizes),), np.int32)
         grid.comm(q.crossed).all_gather(send, got, sizes)
         if not grid.backend.values:  # others' blocks may have other sizes
-            found = []
+            known: dict[tuple[int, bytes], np.ndarray] = {}  # of ranks with as many tokens, in the same runs
             for r, at in zip(runs, q.peers, strict=True):
-                rows, length = q.rows(at), len(r.run)
-                choices = assumed_choices(grid.backend, rows * length, k, experts).reshape(rows, length, k)
-                found.append(_counted(r, choices, experts)[1])
-            return found
+                rows, length, same = q.rows(at), len(r.run), (q.rows(at), r.run.tobytes())
+                if same not in known:
+                    choices = assumed_choices(grid.backend, rows * length, k, experts).reshape(rows, length, k)
+                    known[same] = _counted(r, choices, experts)[1]
+            return [known[q.rows(at), r.run.tobytes()] for r, at in zip(runs, q.peers, strict=True)]
         flat = np.split(grid.backend.to_host(got).astype(np.int64), np.cumsum(sizes)[:-1])
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def _line_up(self, runs: Sequence[Runs], counts: Sequence[np.ndarray]) -> None:
-        """Find where each run's tokens begin in the queues of its part of the batch, and how many of them are taken.
+        """Find where each run of this rank's part of the batch begins in the queues, and for every part how many tokens
+        of each run this rank's experts take.
 
         Both are [choice, run, sequence, expert].  With them comes for every run whose it is, and which of its own.
         """
-        q = self.queues
-        self._lines: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        q, mine = self.queues, self.queues.parts[self._me]
+        here = q.grid.block(Layout(q.axis), (q.experts,))[0]
+        self._lines: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
         for part in dict.fromkeys(q.parts):
             peers = [p for p, theirs in enumerate(q.parts) if theirs == part]
             first = np.concatenate([runs[p].first for p in peers])
             who = np.array([(p, r) for p in peers for r in range(len(runs[p].first))], np.int64).reshape(-1, 2)
             order = np.argsort(first, kind="stable")
-            all_counts = np.concatenate([counts[p] for p in peers])[order].transpose(1, 0, 2, 3)
-            flat = all_counts.reshape(math.prod(all_counts.shape[:2]), *all_counts.shape[2:])
-            ends = np.cumsum(flat, axis=0)
-            taken = np.minimum(ends, q.capacity) - np.minimum(ends - flat, q.capacity)
-            shape = all_counts.shape
-            self._lines[part] = ((ends - flat).reshape(shape), taken.reshape(shape), who[order])
-            if part == q.parts[self._me]:
-                self.shares = all_counts.sum(axis=(0, 1)) / max(1, q.shape[1] * all_counts.shape[0])
+            theirs = [counts[p] for p in peers]
+            each, ends = _queued([found[..., here.start : here.stop] for found in theirs], order)
+            self._lines[part] = np.minimum(ends, q.capacity) - np.minimum(ends - each, q.capacity), who[order]
+            if part == mine:
+                every, ends = _queued(theirs, order)
+                self._starts = ends - every
+                self.shares = every.sum(axis=(0, 1)) / max(1, q.shape[1] * len(every))
 
     # ------------------------------------------------------------------ the exchange
     def _plan_sends(self, backend: Backend) -> None:
@@ -270,11 +272,11 @@ class Routing:
     def _plan_receives(self, backend: Backend) -> None:
         """Find the places in the buffer of arriving tokens: by sender, and then by expert, sequence and place."""
         q = self.queues
-        e, groups, c = q.grid.block(Layout(q.axis, q.batch_cut, q.queue_cut), q.buffer)
+        _, groups, c = q.grid.block(Layout(q.axis, q.batch_cut, q.queue_cut), q.buffer)
         senders, places, first = [], [], 0
-        for _, taken, who in self._lines.values():
+        for taken, who in self._lines.values():
             rows = taken.shape[2]
-            here = taken[..., e.start : e.stop].transpose(3, 2, 0, 1)  # [expert, sequence, choice, run]
+            here = taken.transpose(3, 2, 0, 1)  # [expert, sequence, choice, run]
             counts = here.reshape(-1)
             lines = counts.size // max(1, len(who))
             sender = np.repeat(np.tile(who[:, 0], lines), counts)
@@ -408,6 +410,14 @@ def by_load(tokens: int, k: int, experts: int, load: Sequence[float]) -> np.ndar
     first = np.arange(tokens) * (math.sqrt(5) - 1) / 2 % 1
     found = np.searchsorted(ends[:-1], first[:, None] + np.arange(k), side="right")
     return found.astype(np.int64)
+
+
+def _queued(counts: Sequence[np.ndarray], order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return counts [run, choice, sequence, expert] of several ranks as [choice, run, sequence, expert], their runs in
+    this order, and how many tokens are in the queues after each."""
+    each = np.concatenate(counts)[order].transpose(1, 0, 2, 3)
+    flat = each.reshape(math.prod(each.shape[:2]), *each.shape[2:])
+    return each, np.cumsum(flat, axis=0).reshape(each.shape)
 
 
 def _counted(runs: Runs, choices: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
