@@ -118,21 +118,24 @@ def test_masks_are_held_as_they_were_given(make_grid, backend):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("activation", "inside"), [("gelu", 2), ("swiglu", 3)])
-@pytest.mark.parametrize("axis", ["data", None])
-def test_experts_hold_what_their_guide_says(activation, inside, axis, world, backend):
+@pytest.mark.parametrize(("axis", "k", "shared"), [("data", 2, 0), (None, 2, 0), ("data", 4, 80)])
+def test_experts_hold_what_their_guide_says(activation, inside, axis, k, shared, world, backend):
     """Exactly the weights; of what is kept all but scores and the places of tokens."""
-    h, i, experts, groups, s, k = 96, 64, 8, 4, 32, 2
+    h, i, experts, groups, s = 96, 64, 8, 4, 32
     with pla.launch({"parallel": {"data": world.size}}, world, backend) as mesh:
         layer = nn.MixtureOfExperts(
-            h, i, experts, mesh.scheme, mesh.grid, activation=activation, axis=axis, capacity_factor=1.5, seed=0
-        )
+            h, i, experts, mesh.scheme, mesh.grid, top_k=k, shared=shared, activation=activation, axis=axis,
+            capacity_factor=1.5, seed=0,
+        )  # fmt: skip
         ranks = world.size if axis else 1
         each = inside * h * i + (inside - 1) * i + h
-        assert sum(p.block.size for p in layer.parameters()) == experts // ranks * each + h * experts
+        of_all = inside * h * shared + (inside - 1) * shared + h if shared else 0
+        assert sum(p.block.size for p in layer.parameters()) == experts // ranks * each + h * experts + of_all
         x = np.random.default_rng(0).normal(size=(groups, s, h)).astype("float32")
         y = layer(pla.Tensor(pla.distribute(x, mesh.grid, mesh.scheme.residual)))
         queues = experts * layer.capacity(s) * groups // world.size
-        most = 4 * (queues * (h + inside * i) + k * groups // world.size * s * h)
+        tokens = groups // world.size * s
+        most = 4 * (queues * (h + inside * i) + k * tokens * h + inside * shared * tokens)
         known = {"matmul", "combine", "swiglu", "gelu"}
         kept = sum(row.nbytes for row in saved(y) if row.op in known) - 4 * groups // world.size * s * h  # the input
         assert most * 0.95 < kept < most * 1.05, (kept, most)
