@@ -59,6 +59,9 @@ def shapes(model: str) -> dict[str, tuple[int, ...]]:
             if n := a.get("num_local_experts"):
                 layer |= {"mlp.router": (h, n), "mlp.expand": (n, h, f), "mlp.expand_bias": (n, f)}
                 layer |= {"mlp.contract": (n, f, h), "mlp.contract_bias": (n, h)}
+                if m := a.get("shared_expert_intermediate_size"):
+                    layer |= {"mlp.shared.0.weight": (h, m), "mlp.shared.0.bias": (m,), "mlp.shared_gate": (h, 1)}
+                    layer |= {"mlp.shared.2.weight": (m, h), "mlp.shared.2.bias": (h,)}
             else:
                 layer |= {"mlp.0.weight": (h, f), "mlp.0.bias": (f,), "mlp.2.weight": (f, h), "mlp.2.bias": (h,)}
         found |= {f"blocks.{i}.{name}": shape for name, shape in layer.items()}
@@ -121,7 +124,7 @@ def experts(x: Tensor, w: Weights, name: str, a: dict[str, Any]) -> tuple[Tensor
     p = torch.softmax(x @ w[f"{name}.router"], -1)
     choices = torch.argsort(p, dim=-1, descending=True, stable=True)[..., :k]
     gates = torch.gather(p, -1, choices)
-    gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+    gates = gates / gates.sum(-1, keepdim=True) if a.get("norm_topk_prob", k > 1) else gates
     taken = torch.zeros(rows, length, k, n, dtype=torch.float64)
     for b in range(rows):
         queues = [0] * n
@@ -133,6 +136,10 @@ def experts(x: Tensor, w: Weights, name: str, a: dict[str, Any]) -> tuple[Tensor
     inner = gelu_tanh(torch.einsum("bth,ehf->btef", x, w[f"{name}.expand"]) + w[f"{name}.expand_bias"])
     out = torch.einsum("btef,efh->bteh", inner, w[f"{name}.contract"]) + w[f"{name}.contract_bias"]
     added = torch.einsum("btj,btje,bteh->bth", gates, taken, out)
+    if f"{name}.shared_gate" in w:
+        inner = gelu_tanh(x @ w[f"{name}.shared.0.weight"] + w[f"{name}.shared.0.bias"])
+        out = inner @ w[f"{name}.shared.2.weight"] + w[f"{name}.shared.2.bias"]
+        added = added + torch.sigmoid(x @ w[f"{name}.shared_gate"]) * out
     shares = torch.nn.functional.one_hot(choices, n).double().mean((1, 2))
     return added, n * (shares * p.mean(1)).sum(-1).mean()
 

@@ -33,6 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt, dropout": ("GPT", {**_TEXT, **_DROPS}),
     "experts": ("GPT", {**_TEXT, **_EXPERTS}),
     "experts, dropout": ("GPT", {**_TEXT, **_EXPERTS, **_DROPS, "num_experts_per_tok": 1}),
+    "fine experts": ("GPT", {**_TEXT, **_EXPERTS, "num_local_experts": 7, "num_experts_per_tok": 4,
+                             "norm_topk_prob": False, "shared_expert_intermediate_size": 6,
+                             "shared_expert_gate": True}),
     "llama": ("Llama", {**_TEXT, "num_key_value_heads": 2, "head_dim": 6, "packed": False}),
 }  # fmt: skip
 #: Optimizers of the perceptron's runs, as a configuration names them; those of the other models are AdamW's.

@@ -49,7 +49,7 @@ def shaped(mode: str, *shape: int, **options: Any) -> dict[str, Any]:
 
 #: Ranks, a model, and what is parallel: scheme × ZeRO × pipeline × experts × ring × dropout × microbatches.
 CASES: list[Case] = [
-    *((1, model, {"parts": parts}) for parts, model in enumerate(MODELS, 1)),
+    *((1, model, {"parts": min(parts, ROWS)}) for parts, model in enumerate(MODELS, 1)),
     (2, "mlp, dropout", {"data": 2, "zero": 1, "parts": 3}),
     (2, "gpt, dropout", {"data": 2, "zero": 2, "parts": 2}),
     (2, "experts", {"data": 2, "zero": 3, "parts": 3}),
@@ -67,6 +67,13 @@ CASES: list[Case] = [
     (3, "mlp, dropout", {"tensor": shaped("2d", 1, 3), "parts": 3}),
     (4, "gpt, dropout", {"tensor": TWO_D, "parts": 2}),
     (4, "experts", {"tensor": TWO_D}),
+    (2, "fine experts", {"data": 2, "zero": 2, "parts": 2}),
+    (2, "fine experts", {"tensor": ONE_D}),
+    (4, "fine experts", {"tensor": TWO_D, "parts": 2}),
+    (4, "fine experts", {"data": 2, "pipeline": 2, "zero": 1, "schedule": "1f1b", "parts": 2}),
+    (4, "fine experts", {"data": 2, "sequence": RING, "zero": 3, "parts": 2}),
+    (8, "fine experts", {"tensor": shaped("2.5d", 2, 2, 2)}),
+    (8, "fine experts", {"tensor": shaped("3d", 2, 2, 2), "parts": 2}),
     (4, "llama", {"data": 2, "tensor": CUT, "zero": 3, "parts": 2}),
     (4, "gpt, dropout", {"data": 2, "pipeline": 2, "zero": 1, "schedule": "zb-v", "parts": 4}),
     (4, "experts, dropout", {"data": 2, "pipeline": 2, "zero": 2, "schedule": "1f1b", "parts": 2}),
