@@ -239,7 +239,8 @@ def pairs_of_dims(first: Sequence[int], second: Sequence[int], axes: Any) -> tup
     else:
         if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:
             raise TypeError(f"tensordot: axes is a whole number, or the dims of x1 and those of x2, not {axes!r}")
-        left, right = dims_in_order(axes[0], len(first)), dims_in_order(axes[1], len(second))
+        lists = [d.tolist() if isinstance(d, np.ndarray) else d for d in axes]
+        left, right = dims_in_order(lists[0], len(first)), dims_in_order(lists[1], len(second))
     if [first[d] for d in left] != [second[d] for d in right]:
         raise ValueError(f"tensordot: dims {left} of {tuple(first)} do not match dims {right} of {tuple(second)}")
     return left, right

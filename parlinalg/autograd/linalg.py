@@ -577,6 +577,7 @@ refused(
     linalg.cg, linalg.minres, linalg.gmres, linalg.lsqr, linalg.eigsh, linalg.svds, linalg.svd_lowrank,
     linalg.range_finder, linalg.lobpcg,
 )  # fmt: skip
+refused("its factors are those of one order of the eigenvalues; eig has derivatives", linalg.hessenberg, linalg.schur)
 
 
 def of_general_values(g: DistArray, v: DistArray) -> DistArray:

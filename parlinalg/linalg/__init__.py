@@ -27,7 +27,7 @@ from parlinalg.array.reductions import extreme_size
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg.factors import cho_factor, cho_solve, cholesky, lu, lu_factor, lu_solve, qr, qr_factor
-from parlinalg.linalg.general import eig, eigvals
+from parlinalg.linalg.general import eig, eigvals, hessenberg, schur
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
 from parlinalg.linalg.least_squares import lstsq
@@ -54,6 +54,7 @@ __all__ = [
     "eigvalsh",
     "expm",
     "gmres",
+    "hessenberg",
     "inv",
     "lobpcg",
     "lsqr",
@@ -77,6 +78,7 @@ __all__ = [
     "qr",
     "qr_factor",
     "range_finder",
+    "schur",
     "slogdet",
     "solve",
     "solve_triangular",

@@ -1,14 +1,16 @@
-"""Eigenvalues and eigenvectors of general square matrices, and their Schur forms."""
+"""Eigenvalues and eigenvectors of general square matrices, their Hessenberg and Schur forms."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
-from parlinalg.backend import backend_of, namespace
+from parlinalg.backend import backend_of, blas, namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.hessenberg import (
@@ -16,7 +18,7 @@ from parlinalg.linalg.hessenberg import (
     exponents,
     isolated,
     on_first_rank,
-    schur,
+    schur_form,
     sent_home,
     triangular_vectors,
 )
@@ -81,6 +83,92 @@ def eigvals(x: DistArray, /) -> DistArray:
     return distributed(form.values / form.scale, Layout(x.layout.dims[-1]), x.grid)
 
 
+class SchurResult(NamedTuple):
+    """T and Z of A = Z T Zᴴ."""
+
+    T: DistArray
+    Z: DistArray
+
+
+class HessenbergResult(NamedTuple):
+    """H and Q of A = Q H Qᴴ."""
+
+    H: DistArray
+    Q: DistArray
+
+
+@primitive
+def schur(a: DistArray, output: str = "real") -> SchurResult:
+    """Return the Schur forms A = Z T Zᴴ of square matrices [..., n, n], with Z unitary; T and Z lie like A.
+
+    T is upper triangular, with the eigenvalues on its diagonal in no order.  That of a real matrix is real unless
+    `output` is "complex": pairs of complex eigenvalues have blocks of two rows on the diagonal.  The residual and
+    Z Zᴴ - 1 are of the size n ε ‖A‖ and n ε.  Time and memory are those of `eig`, whose reduction and iteration this
+    is, without balancing.
+
+    Raises
+    ------
+    LinAlgError
+        If the QR iteration does not converge.
+    """
+    if output not in ("real", "complex"):
+        raise ValueError(f"schur: output is 'real' or 'complex', not {output!r}")
+    a = as_matrix(a, "schur", square=True)
+    if output == "complex" and a.dtype.kind != "c":
+        a = a.astype(np.result_type(a.dtype, np.complex64))
+    if a.ndim > 2:
+        return SchurResult(*_of_stack(schur, 2, a, output=output))
+    form, layout = Schur(a, "schur", balance=False), a.layout.with_partial(())
+    t, form.t = form.t, None
+    if t is not None:
+        t /= t.real.dtype.type(form.scale)
+    found = sent_home(t, a.shape[0], a.dtype, layout, a.grid)
+    return SchurResult(found, form.vectors(layout))
+
+
+@primitive
+def hessenberg(a: DistArray, calc_q: bool = False) -> DistArray | HessenbergResult:
+    """Return the Hessenberg forms H of square matrices [..., n, n]; with `calc_q` H and Q of A = Q H Qᴴ, Q unitary.
+
+    H has zeros below its first subdiagonal and the eigenvalues of A.  Both lie like A.  The residual is of the size
+    n ε ‖A‖.  This is the first half of `eig`, on all ranks, without balancing, as ScaLAPACK's `gehrd` and `ormhr`:
+    10 n³ / 3 operations, 4 n³ / 3 more for Q, and two all-reduces a column.
+    """
+    a = as_matrix(a, "hessenberg", square=True)
+    if a.ndim > 2:
+        parts = _of_stack(hessenberg, 1 + calc_q, a, calc_q=calc_q)
+        return HessenbergResult(*parts) if calc_q else parts[0]
+    tiles, n, layout = tiles_for(a, None, "eig"), a.shape[0], a.layout.with_partial(())
+    rows, columns = tiles.rows(n), tiles.columns(n)
+    h = tiles.bring(a, rows, columns, host=True)
+    scale = scaled(tiles, [h], h.dtype, "hessenberg")
+    reduced = Hessenberg(tiles, h, n, calc_q)
+    h /= h.real.dtype.type(scale)
+    found = tiles.home(h, rows, columns, (n, n), layout)
+    if not calc_q:
+        return found
+    del h
+    q = kernels.on_host(a.grid.backend).asarray((rows[tiles.i][:, None] == columns[tiles.j][None, :]).astype(a.dtype))
+    reduced.times(q)
+    return HessenbergResult(found, tiles.home(q, rows, columns, (n, n), layout))
+
+
+def _of_stack(function: Any, count: int, x: DistArray, **options: Any) -> tuple[DistArray, ...]:
+    """Return what a function here, and on one rank SciPy's of its name, gives for a stack: `count` arrays like x."""
+    backend, name = x.grid.backend, function.__name__
+
+    def local(xp: Any, block: Any) -> tuple[Any, ...]:
+        given = backend.to_host(block)
+        parts = tuple(given.copy() for _ in range(count))
+        for at in np.ndindex(*given.shape[:-2]) if has_values(given) and given.size else ():
+            found = getattr(blas.scipy_linalg(), name)(given[at], **options)
+            for part, each in zip(parts, found if count > 1 else (found,), strict=True):
+                part[at] = each
+        return tuple(backend.from_host(part) for part in parts)
+
+    return batches(name, local, partial(function, **options), x)
+
+
 def _on_host(x: DistArray, function: Any, block: Any) -> tuple[Any, ...]:
     """Return the result of a function of NumPy for this rank's matrices, in complex numbers."""
     found, backend = function(x.grid.backend.to_host(block)), x.grid.backend
@@ -140,7 +228,7 @@ class Schur:
         self._z: np.ndarray = xp.empty((0, 0), x.dtype)
         failed = 0
         if grid.inside and grid.rank == 0:
-            self.t, z, self.values, failed = schur(h, vectors)
+            self.t, z, self.values, failed = schur_form(h, vectors)
             self._z, self.t = (z, self.t) if vectors else (self._z, None)
         del h
         if tiles.worst([abs(failed)])[0]:

@@ -95,7 +95,7 @@ def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid
     return DistArray(grid.backend.from_host(block), (n, n), layout, grid)
 
 
-def schur(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def schur_form(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return T, Z, the eigenvalues, and LAPACK's `info` of a Hessenberg matrix H = Z T Zᴴ; real of a real one.
 
     In Fortran's order H is overwritten.  Without `vectors` T and Z are of no use.

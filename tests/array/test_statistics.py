@@ -354,6 +354,7 @@ def test_kron_and_kin_of_any_dims(grid):
             same(np.inner(x, y), np.inner(a, b), 1e-14)
             same(np.cross(x, y), np.cross(a, b), 1e-14)
             same(np.tensordot(x, y, 0), np.tensordot(a, b, 0), 1e-14)
+            same(np.tensordot(x, y, np.array([[-1], [-1]])), np.tensordot(a, b, (-1, -1)), 1e-14)
             same(np.tensordot(x, y, (-1, -1)), np.tensordot(a, b, (-1, -1)), 1e-14)
             same(np.add.outer(x, y), np.add.outer(a, b), 1e-14)
 

@@ -394,6 +394,7 @@ CONSTANT: dict[str, Callable[[Any], Any]] = {
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "nextafter": lambda x: pla.nextafter(x, 1.0),
     **{name: getattr(pla, name) for name in ("unique_all", "unique_counts", "unique_inverse", "unique_values")},
+    **{f"linalg.{name}": getattr(pla.linalg, name) for name in ("hessenberg", "schur")},
     **{
         f"linalg.{name}": lambda x, name=name: getattr(pla.linalg, name)(x, x)
         for name in ("cg", "eigsh", "gmres", "lobpcg", "lsqr", "minres", "range_finder", "svd_lowrank", "svds")

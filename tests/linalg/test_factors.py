@@ -685,8 +685,9 @@ class TestErrors:
         made = [make(a) for a in every for make in (linalg.lu_factor, linalg.cho_factor, linalg.qr_factor)]
         calls = [lambda f=f: f.solve(b) for f in made]
         names = (
-            "cholesky", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "expm", "inv", "lu", "lu_factor",
-            "cho_factor", "matrix_rank", "pinv", "polar", "qr", "qr_factor", "slogdet", "sqrtm", "svd", "svdvals",
+            "cholesky", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "expm", "hessenberg", "inv", "lu",
+            "lu_factor", "cho_factor", "matrix_rank", "pinv", "polar", "qr", "qr_factor", "schur", "slogdet", "sqrtm",
+            "svd", "svdvals",
         )  # fmt: skip
         calls += [lambda a=a, name=name: getattr(linalg, name)(a) for a in every for name in names]
         names = ("solve", "lstsq", "solve_triangular")

@@ -82,6 +82,38 @@ def test_balancing(grid):
     assert max(abs(got - z).min() for z in want) < 1e-11
 
 
+def test_schur_forms(grid):
+    """|A - Z T Zᴴ| / (n eps |A|) and |ZᴴZ - 1| / (n eps), as LAPACK's; T has blocks of two rows at the most."""
+    for name, a, layout, _ in cases(grid, 16):
+        n, dtype = len(a), a.dtype
+        x = pla.distribute(a, grid, layout)
+        for output in ("real", "complex"):
+            found = linalg.schur(x, output)
+            assert found.T.layout == found.Z.layout == x.layout
+            t, z = found.T.gather(), found.Z.gather()
+            assert t.dtype == z.dtype == (dtype if output == "real" else np.result_type(dtype, np.complex64))
+            assert not np.tril(t, -2).any()
+            below = np.diag(t, -1)
+            assert not (below if t.dtype.kind == "c" else below[1:] * below[:-1]).any()
+            ratio(norm(z @ t @ z.conj().T - a), norm(a), n, dtype, (name, n, dtype))
+            ratio(norm(z.conj().T @ z - np.eye(n)), 1, n, dtype, (name, n, dtype, "Z"))
+
+
+def test_hessenberg_forms(grid):
+    for name, a, layout, _ in cases(grid, 17):
+        n, dtype = len(a), a.dtype
+        x = pla.distribute(a, grid, layout)
+        found = linalg.hessenberg(x, calc_q=True)
+        h, q = found.H.gather(), found.Q.gather()
+        assert found.H.layout == found.Q.layout == x.layout
+        assert h.dtype == q.dtype == dtype
+        assert not np.tril(h, -2).any()
+        ratio(norm(q @ h @ q.conj().T - a), norm(a), n, dtype, (name, n, dtype))
+        ratio(norm(q.conj().T @ q - np.eye(n)), 1, n, dtype, (name, n, dtype, "Q"))
+        same(linalg.hessenberg(x), h, 0)
+        np.testing.assert_array_equal(x.gather(), a)  # not overwritten
+
+
 @pytest.mark.parametrize("stacks", [(1,), (3, 4), (0,)])
 def test_stacks(grid, stacks):
     rng = np.random.default_rng(15)
@@ -93,6 +125,12 @@ def test_stacks(grid, stacks):
         assert w.dtype == v.dtype == np.complex128
         np.testing.assert_allclose(a @ v, v * w[..., None, :], atol=1e-12)
         assert linalg.eigvals(x).shape == w.shape
+        for output in ("real", "complex"):
+            t, z = (f.gather() for f in linalg.schur(x, output))
+            np.testing.assert_allclose(z @ t @ z.conj().swapaxes(-1, -2), a, atol=1e-12)
+        h, q = (f.gather() for f in linalg.hessenberg(x, calc_q=True))
+        np.testing.assert_allclose(q @ h @ q.swapaxes(-1, -2), a, atol=1e-12)
+        same(linalg.hessenberg(x), h, 1e-14)
         same(linalg.expm(x), scipy.linalg.expm(a), 1e-12)
         root = linalg.sqrtm(y)
         np.testing.assert_allclose((root @ root).gather(), s, atol=1e-12)
@@ -436,14 +474,16 @@ def test_real_square_roots_where_rounding_makes_eigenvalues_negative(grid, dtype
         assert abs(root.imag).max() > np.sqrt(10 * unit)
 
 
-@pytest.mark.parametrize("name", ["eig", "eigvals", "expm", "sqrtm", "polar", "orth", "null_space"])
+@pytest.mark.parametrize(
+    "name", ["eig", "eigvals", "schur", "hessenberg", "expm", "sqrtm", "polar", "orth", "null_space"]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_odd_numbers(grid, name, value):
     a = np.eye(9)
     a[-1, 0] = value
     with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
         getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(a.shape)))
-    if name in ("eig", "eigvals", "expm", "sqrtm"):
+    if name in ("eig", "eigvals", "schur", "hessenberg", "expm", "sqrtm"):
         with pytest.raises(np.linalg.LinAlgError, match=rf"{name} takes square matrices, not of shape \(3, 4\)"):
             getattr(linalg, name)(pla.ones((3, 4), grid))
     if name == "polar":

@@ -413,15 +413,17 @@ def test_ledgers_of_general_eigenvalues_are_those_of_real_ranks(world, complex_,
 def test_ledgers_of_roots_by_schur_forms_are_those_of_real_ranks(world, dtype):
     dense = (np.random.default_rng(0).standard_normal((30, 30)) + 30 * np.eye(30)).astype(dtype)
     for sizes, layout in grids(world.size):
-        both(
-            world, sizes, lambda grid, layout=layout: linalg.sqrtm(pla.distribute(dense, grid, layout)),
-            what_if=pla.WhatIf(hermitian=False),
-        )  # fmt: skip
+        for function in (linalg.sqrtm, linalg.schur, linalg.hessenberg, lambda a: linalg.hessenberg(a, True)):
+            both(
+                world, sizes, lambda grid, f=function, layout=layout: f(pla.distribute(dense, grid, layout)),
+                what_if=pla.WhatIf(hermitian=False),
+            )  # fmt: skip
 
 
 STACKS: dict[str, Callable[[Any, Any], Any]] = {
     "eig": lambda a, b: linalg.eig(a),
     "eigvals": lambda a, b: linalg.eigvals(a),
+    "schur": lambda a, b: (linalg.schur(a, "complex"), linalg.hessenberg(a), linalg.hessenberg(a, True)),
     "expm": lambda a, b: linalg.expm(a * 0.01),
     "cholesky": lambda a, b: linalg.cholesky(a + a.mT),
     "inv": lambda a, b: linalg.inv(a),
