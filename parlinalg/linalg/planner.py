@@ -437,7 +437,10 @@ def plan_linalg(
         return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers, pivoting, limit)
 
     if not grids:
-        raise PlanError(f"{count} ranks do not form {wanted} layers of as many ranks each")
+        raise PlanError(
+            f"{format_count(count, 'rank')} do{'es' * (count == 1)} not form {format_count(wanted or 1, 'layer')} of "
+            "as many ranks each"
+        )
     plans = [on(*each) for each in grids]
     best = _fastest(plans, wanted is None)
     if limit is None or best.need <= limit:
