@@ -31,7 +31,7 @@ from parlinalg.optim import Muon
 from parlinalg.pipeline.schedule import AHEAD, FLUSHED, Op
 from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
-from parlinalg.planning import search
+from parlinalg.planning import parts, search
 from parlinalg.planning.auto import summary
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, MeshShape, Space, offload_sets
@@ -1712,3 +1712,38 @@ def test_what_a_disk_would_hold_is_what_numpy_saves(recompute):
             assert 0 < part.away == probe.nbytes
             del loss
     assert 0 < part.array <= part.away
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "parallel", "length"),
+    [
+        ("muon", {"data": 4}, 24), ("muon", {"data": 2, "sequence": {"size": 2, "order": "contiguous"}}, 24),
+        ("muon", {"data": 8}, 4), ("shampoo", {"sequence": {"size": 4, "order": "contiguous"}}, 24),
+        ("soap", {"data": 4}, 24),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_whose_states_and_homes_are_uneven_fit_too(name, parallel, length, zero, monkeypatch):
+    """One rank is traced: others may hold more of the parameters that have two moments, or work on more matrices."""
+    ranks = math.prod(n["size"] if isinstance(n, dict) else n for n in parallel.values())
+    sizes = {"hidden_size": 40 if length > 4 else 96, "num_hidden_layers": 2 if length > 4 else 1}
+    config = load({
+        "model": {"name": "gpt", "vocab_size": 259, "num_attention_heads": 8, **sizes}, "zero": zero,
+        "data": {"name": "text", "sequence_length": length}, "dtype": "float32", "batch_size": 8, "parallel": parallel,
+        "optimizer": {"name": name, **({} if name == "muon" else {"precondition_frequency": 1})},
+    })  # fmt: skip
+
+    def peak() -> int:
+        return trace_part(config, Inputs.of(config), ranks, 8, probe=False).peak
+
+    planned = peak()
+    run = parts._Run
+    for method, value in (("fuller", parts.Rest(0, 0, 0)), ("beyond", 0), ("beside_of_fullest", 0)):
+        monkeypatch.setattr(run, method, lambda *_, value=value: value, raising=False)
+    own = []
+    for rank in range(ranks):
+        monkeypatch.setattr(parts, "busiest", lambda _, rank=rank: rank)
+        own.append(peak())
+    assert 0.995 * max(own) < planned < 1.07 * max(own)
