@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     spec = resolve(config, args.ranks)
     lines = [rank_map(spec, args.ranks_per_node, layer_counts(config, spec)), f"{'scheme':<12}{spec.scheme.name}"]
     if spec.schedule is not None:
-        lines.append(f"{'schedule':<12}{spec.schedule.name}, {spec.schedule.microbatches} microbatches")
+        count = spec.schedule.microbatches
+        lines.append(f"{'schedule':<12}{spec.schedule.name}, {count} microbatch{'es' * (count != 1)}")
     if speaks():
         tell("\n".join(lines))
     return 0

@@ -252,32 +252,39 @@ class ImaginedComm(Comm):
         return self._post("all_gather", moved, sent, wait, send, recv, most=_most(recv, counts))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        terms = self._terms(recv, op)
+        terms, arrives = self._terms(recv, op)
         if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray):
             start = sum(counts[: self.rank])
             recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
         moved = send.nbytes - recv.nbytes
-        return self._post("reduce_scatter", moved, moved, wait, send, recv, *terms, most=_most(send, counts))
+        most = _most(send, counts)
+        return self._post("reduce_scatter", moved, moved, wait, send, recv, *terms, arrives=arrives, most=most)
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         words = self.all_reduce_words(buffer.size)
         own = buffer.size - words // 2
         part = [self.device.empty(own, buffer.dtype)] if by_terms(buffer.dtype) else []  # of the sum, until gathered
-        terms = self._terms(part[0], op) if part else []
+        terms, arrives = self._terms(part[0], op) if part else ([], None)
         if isinstance(buffer, np.ndarray):
             buffer[...] = self._summed(buffer, op)
         moved = words * buffer.itemsize
-        return self._post("all_reduce", moved, moved, wait, buffer, *terms, *part)
+        return self._post("all_reduce", moved, moved, wait, buffer, *terms, *part, arrives=arrives)
 
-    def _terms(self, out: Block, op: str) -> list[Block]:
-        """Sum the terms of 16 bits that ranks exchange; return them, which are held until the operation is done."""
+    def _terms(self, out: Block, op: str) -> tuple[list[Block], Callable[[], None] | None]:
+        """Return the terms of 16 bits that ranks exchange, held until the operation is done, and what then sums them.
+
+        The kernel of the sum is noted now, and its scratch is held when the sum is formed.
+        """
         if not by_terms(out.dtype):
-            return []
+            return [], None
         terms = self.device.empty((self.size, out.size), out.dtype)
-        with self.device.one_kernel():
-            combine_terms(terms[:2], out.reshape(-1), op)  # the scratch of any number of them
         self.device.kernel("combine_terms", terms.nbytes + out.nbytes, terms.size, out.dtype)
-        return [terms]
+
+        def arrives() -> None:
+            with self.device.one_kernel():
+                combine_terms(terms[:2], out.reshape(-1), op)  # the scratch of any number of them
+
+        return [terms], arrives
 
     def _summed(self, values: np.ndarray, op: str) -> Any:
         return values * values.dtype.type(self.size) if op == "sum" else values

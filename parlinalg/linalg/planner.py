@@ -210,12 +210,15 @@ class LinalgPlan:
         tiles = rows * columns
         b = min(deal.size, m, n)
         panels = 3 * (rows + 2 * b) * b + 2 * columns * b
+        if self.routine in ("lu", "qr"):
+            more = _factors(self, rows, columns)
+            return {name: size * item for name, size in zip(("at rest", *HELD), (rest, tiles, more), strict=True)}
         if self.routine in SOLUTIONS:
             rest += -(-self.m * self.sides // self.ranks)
             tiles += rows * deal.most(m, self.sides)[1]
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
             rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
-        results = {"lu": 2 * tiles, "qr": 3 * tiles, "lstsq": tiles, "eigh": 4 * tiles}
+        results = {"lstsq": tiles, "eigh": 4 * tiles}
         more = max(panels, rest) + results.get(self.routine, rest)
         return {name: size * item for name, size in zip(("at rest", *HELD), (rest, tiles, more), strict=True)}
 
@@ -232,6 +235,33 @@ class LinalgPlan:
 
 
 HELD = ("in tiles", "in buffers and results")
+
+
+def _factors(plan: LinalgPlan, rows: int, columns: int) -> int:
+    """Return the elements that `lu` or `qr` holds beside a matrix at rest and in tiles [rows, columns], when the last
+    factor comes home: P, L and U, in tiles and at rest; or the reflections with R, or with Q in tiles and at rest.
+    """
+    m, n, deal, p = plan.m, plan.n, plan.deal, plan.ranks
+    k = min(m, n)
+    upper, lower = deal.most(k, n)[0] * columns, rows * deal.most(m, k)[1]
+    first, second = -(-m * k // p), -(-k * n // p)
+    way = second + _on_the_way(plan, upper, second)
+    if plan.routine == "lu":
+        return -(-m * m // p) + lower + upper + first + max(way, _on_the_way(plan, lower, first))
+    kept = rows * k - k * k // (2 * deal.R) + 2 * k * min(deal.size, k)
+    if plan.near and deal.R == 1:
+        kept //= p  # in shared memory, by shares
+    return kept + max(way, lower + first)
+
+
+def _on_the_way(plan: LinalgPlan, here: int, there: int) -> int:
+    """Return the elements of what a rank sends and receives where so many change places: in shared memory none.
+
+    Many go in pieces, of which two are held at once.
+    """
+    if plan.near or plan.ranks == 1:
+        return 0
+    return min(here, 2 * tunables.TILES_MOVED) + min(there, 2 * tunables.TILES_MOVED)
 
 
 def _held(plan: LinalgPlan) -> tuple[int, int, int]:
@@ -256,11 +286,11 @@ def _held(plan: LinalgPlan) -> tuple[int, int, int]:
                 return rest, rest, 3 * rest + square
             rows, columns = plan.deal.most(plan.m, plan.n)
             return rest, rows * columns, max(rest + rest // p + square // 2, 2 * square)
-        tiles, more = _decomposed(plan.deal, m, n, p, complex_)
+        tiles, more = _decomposed(plan, m, n, complex_)
         return rest, tiles, more
     rows, columns = first.most(m, n)
     kept = (rows * n - n * n // (2 * first.R) + 2 * n * first.size) // (p if plan.near and first.R == 1 else 1)
-    inner = (0, 4 * square) if plan.pivoting else _decomposed(plan.deal, n, n, p, complex_)
+    inner = (0, 4 * square) if plan.pivoting else _decomposed(plan, n, n, complex_)
     if plan.alone:
         inner = 0, 7 * whole
     formed = rows * columns + 2 * square + (rest if first.R == 1 and p > 1 else first.size * n + square * (p == 1))
@@ -269,18 +299,20 @@ def _held(plan: LinalgPlan) -> tuple[int, int, int]:
     return rest, tiles, kept + max(formed, sum(inner), tiles) - tiles + extra
 
 
-def _decomposed(deal: Deal, m: int, n: int, p: int, complex_: bool) -> tuple[int, int]:
+def _decomposed(plan: LinalgPlan, m: int, n: int, complex_: bool) -> tuple[int, int]:
     """Return the elements of tiles, and of the rest that `svd` holds beside a matrix [m, n] that is not tall."""
+    deal, p = plan.deal, plan.ranks
     if p == 1:
         return m * n, m * n + n * n + (5 * n * n // 2 if complex_ else 3 * n * n)
     rows, columns = deal.most(m, n)
     square, together = -(-n * n // p), PANEL * TOGETHER
     parts = (np.arange(rows) * deal.R, np.arange(deal.most(n, n)[0]) * deal.R)
-    kept = sum(Kept.size(each, n) for each in parts) // deal.C
+    kept = sum(Kept.size(each, n) for each in parts) // (deal.C if plan.near else 1)
     step = max(divide.STRIP // 4, min(divide.STRIP, n // p // 4))
     merged = 5 * square // 2 + 3 * n * step
+    formed = (4 if complex_ else 3) * square + _on_the_way(plan, square, square)
     merged = n * (together + 1) + (merged // 2 if complex_ else merged)
-    return rows * columns, kept + max(merged, (4 if complex_ else 3) * square) - rows * columns
+    return rows * columns, kept + max(merged, formed) - rows * columns
 
 
 def at_work(routine: str, m: int, n: int, pivoting: bool = False) -> tuple[int, int]:
@@ -437,7 +469,10 @@ def plan_linalg(
         return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers, pivoting, limit)
 
     if not grids:
-        raise PlanError(f"{count} ranks do not form {wanted} layers of as many ranks each")
+        raise PlanError(
+            f"{format_count(count, 'rank')} do{'es' * (count == 1)} not form {format_count(wanted or 1, 'layer')} of "
+            "as many ranks each"
+        )
     plans = [on(*each) for each in grids]
     best = _fastest(plans, wanted is None)
     if limit is None or best.need <= limit:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
-from parlinalg.errors import PlanError
+from parlinalg.errors import PlanError, counted
 from parlinalg.layout import Layout
 from parlinalg.matmul import bounds
 from parlinalg.plan import Plan
@@ -355,8 +355,8 @@ def _too_little(problem: Problem, least: int) -> str:
     m, n, k, ranks, dtype, memory = problem
     enough = f"{need} bytes ({format_bytes(need, up=True)}), for a {'×'.join(map(str, factors))} grid"
     return (
-        f"{m}×{n}×{k} in {dtype} over {ranks} ranks does not fit {format_bytes(memory or 0)} a rank: the least that "
-        f"would do is {enough}; give that or more ranks"
+        f"{m}×{n}×{k} in {dtype} over {counted(ranks, 'rank')} does not fit {format_bytes(memory or 0)} a rank: the "
+        f"least that would do is {enough}; give that or more ranks"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -10,9 +11,18 @@ from parlinalg.backend.kernels import optimizers
 from parlinalg.errors import ConfigError
 from parlinalg.optim.flat import Entry, FlatOptions, Run
 from parlinalg.optim.groups import Option
-from parlinalg.optim.matrices import Matrix, matrices_of, split_of
+from parlinalg.optim.matrices import Matrix, extent, matrices_of, split_of
 from parlinalg.optim.matrixwise import Matrixwise
-from parlinalg.optim.newton_schulz import PUBLISHED, Coefficients, Execution, Iteration, Team, choose, executions
+from parlinalg.optim.newton_schulz import (
+    PUBLISHED,
+    AtHome,
+    Coefficients,
+    Execution,
+    Iteration,
+    Team,
+    choose,
+    executions,
+)
 from parlinalg.optim.optimizer import as_number, below_one, whole
 
 Block = Any
@@ -144,6 +154,15 @@ class Muon(Matrixwise):
         if self.changed(entries, grid) or self.executions[place].team.iterations != iterations:
             self.executions[place] = choose(Team(entries, grid, iterations), self.execution)
         self.executions[place].run(buffer)
+
+    def work_of_ranks(self) -> dict[int, int]:
+        found = Counter[int]()
+        for execution in self.executions.values():
+            matrices = execution.team.matrices
+            for rank, slots in enumerate(execution.slots if isinstance(execution, AtHome) else ()):
+                largest = max((self.temporary(matrices[s.matrix]) for s in slots), default=0)
+                found[rank] += extent(slots) + largest
+        return found
 
     def _iteration(self, entry: Entry) -> Iteration:
         group = self.param_groups[entry.group]

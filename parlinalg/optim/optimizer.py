@@ -135,6 +135,13 @@ class Optimizer(ABC):
         """The temporary bytes of a step on this rank, where it needs more than tiles."""
         return 0
 
+    def work_of_ranks(self) -> dict[int, int]:
+        """Return about the elements that a step takes on each rank of the grid which works on whole matrices, by rank.
+
+        It is known after a step.
+        """
+        return {}
+
     @abstractmethod
     def update(self, run: Run) -> None:
         """Make step number `steps` for parameters that lie side by side: change `run.p` and `run.states`."""

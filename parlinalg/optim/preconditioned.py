@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -111,6 +112,15 @@ class Preconditioned(Matrixwise):
                         entry = Entry(p, p.data, Partition(0, math.prod(shape)), dtype, (name,), home=True)
                     found.append(HomeState(p, name, shape, dtype, homes[id(p)], self.flat, entry))
         return sorted(found, key=lambda each: each.name)  # alike ones lie side by side
+
+    def work_of_ranks(self) -> dict[int, int]:
+        held, largest = Counter[int](), Counter[int]()
+        for p in self._matrices():
+            home = self.homes()[id(p)]
+            held[home] += p.size
+            for matrix in matrices_of(0, p.shape, split_of(p))[:1]:
+                largest[home] = max(largest[home], self.temporary(matrix))
+        return held + largest
 
     # ------------------------------------------------------------------ a step
     def measure(self, run: Run, part: slice, out: Block) -> None:

@@ -159,8 +159,9 @@ def summary(plan: TrainingPlan) -> dict[str, str]:
     first = plan.best[0]
     return {
         "parallel": f"{first.candidate}: {format_seconds(first.seconds)} a step on {plan.machine.name}, "
-        f"{format_bytes(first.bytes)} a rank; the fastest of {plan.candidates} candidates, found in "
-        f"{plan.seconds:.1f} s",
+        f"{format_bytes(first.bytes)} a rank; "
+        + ("the only candidate" if plan.candidates == 1 else f"the fastest of {plan.candidates} candidates")
+        + f", found in {plan.seconds:.1f} s",
         "because": plan.why(),
     }
 

@@ -17,7 +17,7 @@ from parlinalg.backend import Backend
 from parlinalg.backend.blas import cores_of, gemm_rate, host_and_cores
 from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.together import together
-from parlinalg.errors import OffloadError
+from parlinalg.errors import OffloadError, counted
 from parlinalg.grid import Grid
 from parlinalg.linalg.tile_sizes import Constants
 from parlinalg.offload.disk import DiskFile, aligned, free_bytes, process_number
@@ -83,8 +83,8 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> Machine:
         if backend.cuda:  # one a GPU
             shared, units, at_work, bound = False, per_node, True, False
         source = (
-            f"measured by parlinalg doctor --machine on {comm.size} ranks of {len(nodes)} nodes: {backend.device}, "
-            f"{platform.machine()}, {grid.threads} BLAS threads a rank"
+            f"measured by parlinalg doctor --machine on {counted(comm.size, 'rank')} of {counted(len(nodes), 'node')}: "
+            f"{backend.device}, {platform.machine()}, {counted(grid.threads, 'BLAS thread')} a rank"
         )
         crowd = max(1.0, (comm.size if shared else per_node) / units)
         gemm, attention, operations = _computation(comm, backend, at_work, crowd > 1, source)
@@ -104,7 +104,10 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> Machine:
             "polls", source, hidden_window(comm, backend, network or node), waiting=waiting, receiving=receiving,
             turns=turn_costs(comm, backend), slowdown=poll_slowdown(comm, backend) if network is not None else 0.0,
         )  # fmt: skip
-        about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
+        about = (
+            f"{counted(len(nodes), 'node')} of {counted(per_node, 'rank')} with {counted(units, 'core')}, "
+            f"{backend.device}, as measured"
+        )
         place = "world" if shared else "node"
         return Machine(
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place, bound,
@@ -215,7 +218,8 @@ def measure_disk(comm: Comm, folder: Path) -> Disk:
         file.close(remove=True)
     beside = comm.nodes.count(comm.nodes[comm.rank])
     size = min(comm.share(free_bytes(folder) // beside))
-    source = f"measured by parlinalg doctor --machine --disk on {comm.size} ranks at once, {direct} the page cache"
+    on = counted(comm.size, "rank")
+    source = f"measured by parlinalg doctor --machine --disk on {on} at once, {direct} the page cache"
     return Disk(read, write, size, source)
 
 

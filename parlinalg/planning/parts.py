@@ -30,7 +30,7 @@ from parlinalg.datasets.tokens import tokenizer
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import volume
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout
+from parlinalg.layout import Cut, Layout, index_of
 from parlinalg.nn import Module, ModuleList
 from parlinalg.nn.added_losses import added_losses
 from parlinalg.nn.experts import MixtureOfExperts
@@ -637,23 +637,32 @@ def trace_part(
         True if values rest elsewhere, as of `Part.offloaded`: layers gather these again in the backward pass.
     """
     spec = resolve(config, ranks)
-    place = spec.places[stage][busiest(spec)]
-    with (
-        _tried(),
-        imagine(ranks, place, node=node, target=target, what_if=ASSUMED) as world,
-        _mesh(config, spec, world) as mesh,
-    ):
+
+    @contextmanager
+    def on(rank: int) -> Iterator[_Run]:
+        with (
+            _tried(),
+            imagine(ranks, spec.places[stage][rank], node=node, target=target, what_if=ASSUMED) as world,
+            _mesh(config, spec, world) as mesh,
+        ):
+            yield run_on(world, mesh)
+
+    def run_on(world: World, mesh: Mesh) -> _Run:
         model = inputs.declare(config, mesh)
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
         run = _Run(
-            config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, theirs, ends, next_passes
+            config, inputs, world, mesh, model, own, first == 0, after == len(every), shared, theirs, ends, next_passes,
+            on,
         )  # fmt: skip
         run.blocks = run.blocks if probe else []
         for module in run.held.modules() if elsewhere else ():
             if hasattr(module, "keep") and any(largest(p) >= SMALL for p in module._parameters.values()):
                 module.keep = module.keep.replace("w", "")
+        return run
+
+    with on(busiest(spec)) as run:
         return run.part(rows, given, update, step) if rows else run.step()
 
 
@@ -717,9 +726,10 @@ class _Run:
     def __init__(
         self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
         first: bool, last: bool, shared: frozenset[int], theirs: frozenset[int], ends: bool, next_passes: NextPasses,
+        on: Callable[[int], AbstractContextManager[_Run]],
     ) -> None:  # fmt: skip
         self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
-        self.first, self.last, self.grid, self.next_passes = first, last, mesh.grid, next_passes
+        self.first, self.last, self.grid, self.next_passes, self.on = first, last, mesh.grid, next_passes, on
         self.alone = mesh.topology.size == 1
         modules = {id(m): m for layer in layers for m in layer.all_modules()}
         before = world.device.held
@@ -742,6 +752,7 @@ class _Run:
         self.output: LayerOutput | None = None
         self.message = self.away = self.later = self.begun = self.ahead = 0
         self.peaks = 0, 0
+        self.beside_step = 0
         self.gathers: list[int] = []
         """Bytes of the gathers that a microbatch starts together."""
         self.gathering = False
@@ -801,6 +812,8 @@ class _Run:
                     with span("update"):
                         change()
                 after = world.peak_memory
+        if update and step:
+            after = max(after, rest + self.beside_of_fullest())
         own = {id(p): Tie.of(p) for p in self.parameters}
         own |= {id(p): own[id(p)]._replace(updated=0, most=0) for p in self.theirs}
         ending = LastPeaks()
@@ -828,8 +841,11 @@ class _Run:
             lone=self._lone(),
         )  # fmt: skip
 
-    def step(self) -> Part:
-        """Return the trace of the optimizer's step alone, by gradients that no pass has made, with its states."""
+    def step(self, whole: bool = True) -> Part:
+        """Return the trace of the optimizer's step alone, by gradients that no pass has made, with its states.
+
+        Its peak is that of this rank, or with `whole` of the rank that works on the most matrices, if that is higher.
+        """
         world, optimizer = self.world, self.optimizer
         self.settle()
         held = world.device.held
@@ -841,12 +857,25 @@ class _Run:
         with world.trace() as trace, world.span("end"), world.span("update"):
             update_for(self.config, optimizer)(True, 1.0)
         beside, more = max(0, world.peak_memory - self.weights - gradients - states), self.beyond()
+        self.beside_step = beside
+        beside = max(beside, self.beside_of_fullest() if whole else 0)
         return Part(
             trace=trace, weights=self.weights, gradients=gradients, states=states + more, kept=0, pending=0,
             peak=self.weights + gradients + states + more + beside * self.alone, output=None, message=0,
             last_peaks=LastPeaks() if self.alone else LastPeaks(beside, beside), recorded=self.recorded(),
             ties=(Tie(0, 0, 0, 0),) * len(self.ties),
         )  # fmt: skip
+
+    def beside_of_fullest(self) -> int:
+        """Return the bytes beside what rests at the peak of a step on the rank that works on the most matrices; 0 if it
+        is this one, or none works on whole matrices."""
+        work = self.optimizer.work_of_ranks()
+        fullest = max(work, key=lambda rank: (work[rank], rank == self.grid.rank), default=self.grid.rank)
+        if fullest == self.grid.rank:
+            return 0
+        with self.on(fullest) as run:
+            run.step(whole=False)
+            return run.beside_step
 
     @property
     def gatherer(self) -> _Gatherer | None:
@@ -861,22 +890,32 @@ class _Run:
         return tuple((numbers.get(id(p)), load) for p, load in found if load.transient or load.work)
 
     def beyond(self) -> int:
-        """Return the bytes by which another rank has more of the states that lie whole on one rank than this one."""
-        held = Counter[int]()
+        """Return the bytes by which another rank has more states than this one, of those that lie whole on one rank and
+        of parameters whose update ranks share: some parameters have more states than others."""
+        grid = self.grid
+        held = np.zeros(grid.size, np.int64)
         for state in self.optimizer.home_states():
             held[state.home] += math.prod(state.shape) * state.dtype.itemsize
-        return max(held.values(), default=0) - held[self.grid.rank]
+        shared: dict[Cut, np.ndarray] = {}
+        for entry in self.optimizer.flat.entries:
+            if axes := entry.partition.axes:
+                each = len(entry.names) * entry.dtype.itemsize
+                parts = np.array(entry.partition.lengths, np.int64) * each
+                shared[axes] = shared[axes] + parts if axes in shared else parts
+        for axes, parts in shared.items():
+            held += parts[[index_of(axes, grid.sizes, grid.coords_of(rank)) for rank in range(grid.size)]]
+        return int(held.max() - held[grid.rank])
 
     def fuller(self, share: float) -> Rest:
         """Return the bytes at rest by which the grid's first rank has more than this one: the largest uneven parts are
-        there.  `share` are the bytes of states by those that a rank updates."""
+        there.  `share` are the bytes of states by those that a rank updates; of shared updates `beyond` counts them."""
         weights = gradients = updated = 0
         for p in self.parameters if self.grid.rank else ():
             held, mine, most = p.storage.nbytes(p.data), p.storage.partition(p.data), p.storage.partition(p.data, 0)
             part = (most.stop - most.start - mine.stop + mine.start) * p.dtype.itemsize
             first = volume(p.layout.block(p.shape, p.grid.sizes, p.grid.coords_of(0)))
             block = first * p.dtype.itemsize - int(held.value)
-            weights, updated = weights + block, updated + part
+            weights, updated = weights + block, updated + part * (not mine.axes)
             gradients += part if held.gradient == held.updated else block
         return Rest(*(max(0, n) for n in (weights, gradients, int(share * updated))))
 

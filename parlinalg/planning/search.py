@@ -225,12 +225,15 @@ def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batc
             "divide them"
         )
     if own.pipeline.ranks > depth:
-        return f"parallel.pipeline={own.pipeline.ranks}, but the model has {depth} layers: a stage takes at least one"
+        return (
+            f"parallel.pipeline={own.pipeline.ranks}, but the model has {counted(depth, 'layer')}: a stage takes at "
+            "least one"
+        )
     every = {(mesh.data, mesh.pipeline) for mesh in Space(config, given, ranks, 0, depth, [""]).meshes()}
     if not every:
         return (
-            f"{counted(ranks, 'rank')} cannot be used{fixed}: the model has {depth} layers, so that a pipeline has at "
-            f"most {depth} ranks; leave another key of parallel out, or give fewer ranks"
+            f"{counted(ranks, 'rank')} cannot be used{fixed}: the model has {counted(depth, 'layer')}, so that a "
+            f"pipeline has at most {counted(depth, 'rank')}; leave another key of parallel out, or give fewer ranks"
         )
     held = bool({"schedule", "gradient_accumulation"} & {*given})
     counts = {pipeline: config.microbatches(pipeline) if held else 1 for _, pipeline in every}
@@ -626,7 +629,7 @@ class _Search:
 
     def _nothing_fits(self) -> str:
         """Return why nothing fits, and the least memory that would do.  Empty if what is traced for that does fit."""
-        before = self.model.events
+        before, ranks = self.model.events, counted(self.model.ranks, "rank")
         for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
             if self.model.events - before < EVENTS_FULL:
                 self._full(p.candidate)
@@ -635,13 +638,13 @@ class _Search:
         if not self.too_full and self.crammed:
             need, mesh, _ = min(self.crammed, key=lambda x: x[0])
             return (
-                f"no configuration on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the "
+                f"no configuration on {ranks} fits {format_bytes(self.memory)} a rank: the "
                 f"weights, gradients and states alone need {format_bytes(need, up=True)}, in a candidate of the kind "
                 f"{_kind(mesh)}; give more memory or more ranks"
             )
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
-            return f"no candidate can train this model on {self.model.ranks} ranks; {count} of them: {why}"
+            return f"no candidate can train this model on {ranks}; {count} of them: {why}"
         part, before, tried = self.limited, self.model.events, 0
         for bound, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1]))):
             if stage >= 0:
@@ -658,14 +661,19 @@ class _Search:
         least = self._needed()
         if not least:
             why, count = self.refused.most_common(1)[0]
-            return f"no candidate can train this model on {self.model.ranks} ranks; {count} of them: {why}"
+            return f"no candidate can train this model on {ranks}; {count} of them: {why}"
         need, _, c = min(least)
-        of = f"none of the {counted(self.traced, 'configuration')} traced" if part else "no configuration"
-        return (
-            f"{of} on {self.model.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
-            f"{'they need' if part else 'would do'} is {format_bytes(need, up=True)}, by {c}; give that much memory, "
-            f"more ranks or a smaller batch{self._no_room()}"
-        )
+        room, least_of = format_bytes(self.memory), format_bytes(need, up=True)
+        if not part:
+            text = f"no configuration on {ranks} fits {room} a rank: the least that would do is {least_of}, by {c}"
+        elif self.traced == 1:
+            text = f"the only configuration traced on {ranks} does not fit {room} a rank: it needs {least_of}, by {c}"
+        else:
+            text = (
+                f"none of the {self.traced} configurations traced on {ranks} fits {room} a rank: the least that they "
+                f"need is {least_of}, by {c}"
+            )
+        return f"{text}; give that much memory, more ranks or a smaller batch{self._no_room()}"
 
     def _needed(self) -> list[tuple[int, str, Candidate]]:
         """Return the bytes that what does not fit takes, by traces in full."""
@@ -724,7 +732,9 @@ class _Search:
         seen, unseen = (sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0])))
         kept, few = [*seen[:SEEN], *unseen[:UNSEEN]], [*seen[SEEN:], *unseen[UNSEEN:]]
         if few:
-            kept.append((f"{len(few)} more kinds", sum(count for _, count, _ in few), "lost for reasons like these"))
+            kept.append(
+                (counted(len(few), "more kind"), sum(count for _, count, _ in few), "lost for reasons like these")
+            )
         left = self.candidates - len(best) - sum(count for _, count, _ in kept)
         if left > 0:
             why = "not traced: others that differ from them in a choice or two, and use the ranks alike, were estimated"

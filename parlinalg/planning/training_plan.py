@@ -11,7 +11,7 @@ from typing import Any
 from parlinalg.errors import ConfigError, counted, enumerated
 from parlinalg.planning.machine import OFFLOADS, Machine
 from parlinalg.planning.predictor import Planned
-from parlinalg.units import format_bytes, format_flops, format_seconds, three_digits
+from parlinalg.units import format_bytes, format_count, format_flops, format_seconds, three_digits
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +89,10 @@ class TrainingPlan:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
+    def _candidates(self) -> str:
+        traced = "" if self.traced == self.candidates == 1 else f"{self.traced} of them "
+        return f"{format_count(self.candidates, 'candidate')}, {traced}traced in full,"
+
     def _samples(self) -> str:
         if self.batch == self.batch_size:
             return counted(self.batch, "sample")
@@ -111,8 +115,7 @@ class TrainingPlan:
         lines = [
             f"{counted(self.ranks, 'rank')} of {self.machine.name} ({self.machine.about}), "
             f"{format_bytes(self.memory)} a rank, batches of {self._samples()}",
-            f"{self.candidates:,} candidate{'s' * (self.candidates != 1)}, {self.traced} of them traced in full, in "
-            f"{self.seconds:.1f} s; "
+            f"{self._candidates()} in {self.seconds:.1f} s; "
             + ("none can be faster than the first" if self.proven else "others may be faster than the first"),
             *self._crowded(),
             "",

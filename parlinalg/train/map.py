@@ -10,9 +10,11 @@ from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.mesh import DIMENSIONS, OUTSIDE, MeshSpec, stages_text
 from parlinalg.train.recipes import SIZES
+from parlinalg.units import format_count
 
 __all__ = ["rank_map"]
 
+GROUPS = ("tensor", "sequence", "experts", "pipeline", "data")  # those of neighbours first
 ROWS = 12  # lines of one list before it is folded
 COLUMNS = 16  # ranks in a line
 
@@ -100,7 +102,7 @@ def _by_node(where: Nodes) -> dict[int, list[int]]:
 def _groups(spec: MeshSpec, where: Nodes | None) -> list[str]:
     """Return the groups of each dimension of several ranks, and whether they stay within a node."""
     lines = []
-    for name in reversed(DIMENSIONS):
+    for name in GROUPS:
         groups = [ranks for ranks in spec.groups(name) if len(ranks) > 1]
         if groups:
             lines.append(f"  {name:<10}{_group_text(groups, where)}")
@@ -158,7 +160,7 @@ def _stages(
     if shown < copies:
         step = sum(inner)
         rest = data(shown, copies - 1)
-        lines.append(f"{rest:<12}the same from rank {shown * step:,} on, {step:,} ranks each")
+        lines.append(f"{rest:<12}the same from rank {shown * step:,} on, {format_count(step, 'rank')} each")
     return lines
 
 

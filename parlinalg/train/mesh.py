@@ -70,6 +70,8 @@ class MeshSpec:
     outer : tuple of str
         The axes outside of the pipeline: for each of their indices the ranks of its stages follow one another.  Ranks
         that share experts are inside, next to one another.
+    experts : int
+        The data parallel ranks over which `parallel.experts` cuts experts; 1 where it is left out.
     schedule : Schedule or None
         The order of work in the pipeline; None where it has one rank.
     """
@@ -86,6 +88,7 @@ class MeshSpec:
     partition: str | tuple[int, ...] = "uniform"
     parts: tuple[MeshSpec, ...] = ()
     outer: tuple[str, ...] = OUTSIDE
+    experts: int = 1
     schedule: Schedule | None = field(default=None, compare=False)
 
     def at(self, rank: int) -> MeshSpec:
@@ -103,7 +106,7 @@ class MeshSpec:
         return arrange(self.grids, self.outer)
 
     def groups(self, dimension: str) -> list[tuple[int, ...]]:
-        """Return the groups of world ranks that differ along a dimension only.
+        """Return the groups of world ranks that differ along a dimension only; "experts": those that share experts.
 
         Of a pipeline whose grids are unlike there are none.
         """
@@ -155,9 +158,10 @@ class MeshSpec:
         return None if name == "contiguous" else sequence_order(length, self.ring, name)
 
     def axes_of(self, dimension: str) -> tuple[str, ...]:
-        """Return the axes of the grid that a dimension spans; the pipeline spans none."""
+        """Return the axes of the grid that a dimension spans, or "experts"; the pipeline spans none."""
         others = tuple(axis for axis in self.axes if axis not in OUTER_AXES)
         spans = {"data": OUTSIDE, "pipeline": (), "sequence": (RING, ULYSSES), "tensor": others}
+        spans["experts"] = (DATA,) if self.experts > 1 else ()
         return tuple(axis for axis in self.axes if axis in spans[dimension])
 
 
@@ -274,7 +278,8 @@ def _data_ranks(data: int | None, others: int, tensor: int, ranks: int) -> int:
         if ranks % (others * tensor):
             what, n = ("tensor size", ranks // others) if ranks % others == 0 else ("pipeline × sequence", ranks)
             raise ConfigError(
-                f"pipeline × sequence × tensor = {others * tensor} does not divide the {ranks} ranks there are: "
+                f"pipeline × sequence × tensor = {others * tensor} does not divide the {counted(ranks, 'rank')} there "
+                f"{'is' if ranks == 1 else 'are'}: "
                 f"start with a multiple of {others * tensor} ranks (mpiexec -n {others * tensor}), or use a {what} of "
                 f"{listed_divisors(n)}"
             )
@@ -311,7 +316,7 @@ def _with_groups(spec: MeshSpec, experts: int | None, zero: ZeroConfig) -> MeshS
     for name, size in (("parallel.experts", experts), ("zero.within", within)):
         if size is not None and spec.data % size:
             raise ConfigError(
-                f"{name}={size} does not divide the {spec.data} data parallel ranks: it may be "
+                f"{name}={size} does not divide the {counted(spec.data, 'data parallel rank')}: it may be "
                 f"{listed_divisors(spec.data)}"
             )
     if experts is not None and within not in (None, experts, spec.data):
@@ -326,7 +331,7 @@ def _with_groups(spec: MeshSpec, experts: int | None, zero: ZeroConfig) -> MeshS
     if zero.stage == 3 and (shards := zero_axes(zero, axes)):
         scheme = scheme.with_weights_cut(shards)
     outer = OUTSIDE if experts is None or spec.pipeline == 1 else (REPLICA,)
-    return replace(spec, scheme=scheme, axes=axes, outer=outer)
+    return replace(spec, scheme=scheme, axes=axes, outer=outer, experts=experts or 1)
 
 
 def zero_axes(zero: ZeroConfig, sizes: Mapping[str, int]) -> tuple[str, ...]:

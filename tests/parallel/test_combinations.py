@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.conftest import BACKEND, SIZE
 from tests.train.trainings import Training
 
 STEPS, CLOSE, CLOSE_32 = 10, 1e-12, 1e-5
+CLOSE_TURNED = 1e-10  # as in `test_preconditioned`: bases and roots are found by eigenvectors
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
 SIZES = {
     "hidden_size": 35, "num_hidden_layers": 1, "num_attention_heads": 5, "intermediate_size": 13, "vocab_size": 259,
@@ -48,6 +50,11 @@ OPTIMIZERS = {
     "experts, Muon": {"name": "muon", "lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"},
 }  # fmt: skip
 MODELS |= {kind: MODELS[kind.partition(",")[0]] for kind in OPTIMIZERS}
+PRECONDITIONED = {
+    "experts, Shampoo": {"name": "shampoo", "lr": 1e-2, "precondition_frequency": 2, "grafting": "adam"},
+    "experts, SOAP": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},
+}  # fmt: skip
+OPTIMIZERS |= PRECONDITIONED
 
 Case = tuple[int, str, dict[str, Any]]
 
@@ -162,7 +169,9 @@ def config(kind: str, path: Path, case: dict[str, Any]) -> dict[str, Any]:
         "name": "text", "path": str(path.parent / "several" if packed else path), "sequence_length": 11,
         "validation": 0.15, "packed": packed,
     }  # fmt: skip
-    model = MODELS[kind] | {k: case[k] for k in ("recompute", "expert_axis") if k in case}
+    model = MODELS[kind.partition(",")[0] if kind in PRECONDITIONED else kind] | {
+        k: case[k] for k in ("recompute", "expert_axis") if k in case
+    }
     parallel = {k: case[k] for k in ("data", "experts", "sequence", "tensor") if k in case}
     more = {k: case[k] for k in ("zero", "offload", "precision") if k in case}
     optimizer = OPTIMIZERS.get(kind, BASE["optimizer"])
@@ -189,9 +198,10 @@ def serial(kind: str, path: Path, packed: bool, precision: str | None) -> np.nda
 
 
 def check(kind: str, case: dict[str, Any], tale: Path, world: Any, backend: str) -> None:
+    close = CLOSE_TURNED if kind in PRECONDITIONED else CLOSE
     found, low = run(world, config(kind, tale, case), backend, tale.parent), case.get("precision")
     want = serial(kind, tale, case.get("packed", False), low)
-    np.testing.assert_allclose(found, want, rtol=CLOSE_32 if low else CLOSE, err_msg=f"{kind} {case}")
+    np.testing.assert_allclose(found, want, rtol=CLOSE_32 if low else close, err_msg=f"{kind} {case}")
     assert want[STEPS - 1, 0] < want[0, 0]
 
 
@@ -245,4 +255,29 @@ def drawn(ranks: int, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.ranks(4, 6, 8, full=(12,))
 def test_drawn_combinations_give_the_losses_of_one_rank(tale: Path, world: Any, backend: str, full: bool) -> None:
     for kind, case in drawn(SIZE, 60 if full else 1):
+        check(kind, case, tale, world, backend)
+
+
+def drawn_groups(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Groups that share experts, with each of Shampoo and SOAP in each stage of ZeRO; the rest is drawn."""
+    draw = random.Random(ranks)
+    for kind, stage in product(PRECONDITIONED, range(4)):
+        data, other = draw.choice([(ranks, 1), (ranks, 1), (max(2, ranks // 2), ranks // max(2, ranks // 2))])
+        experts = draw.choice([n for n in (1, 2) if data % n == 0])
+        within = draw.choice([None, experts, data])
+        case = {
+            "data": data, "experts": experts, "parts": draw.choice([1, 2]), "packed": draw.random() < 0.3,
+            "zero": {"stage": stage, "within": within, "accumulate": draw.choice(["reduce-scatter", "whole"])},
+            "recompute": draw.choice([None, "block"]),
+        }  # fmt: skip
+        if other > 1:
+            case |= draw.choice([{"sequence": RING}, {"tensor": one_d(other)}])
+        yield kind, case
+
+
+@pytest.mark.ranks(2, 4)
+def test_preconditioned_experts_in_groups_give_the_losses_of_one_rank(
+    tale: Path, world: Any, backend: str, full: bool
+) -> None:
+    for kind, case in list(drawn_groups(world.size))[:: 1 if full else 3]:
         check(kind, case, tale, world, backend)

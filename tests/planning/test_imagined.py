@@ -502,7 +502,7 @@ def small_training(seed: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any
 def test_memory_of_small_models_is_what_numpy_takes(world, full, monkeypatch):
     """Random configurations: most of what they take comes and goes, and a good part is the scratch of kernels."""
     monkeypatch.setenv("PARLINALG_SHARED", "0")
-    for seed in range(40) if full else (1, 5):
+    for seed in range(40) if full else (1, 5, 16):
         config, sizes, make = small_training(seed, world.size)
 
         def stepper(comm: Any, backend: str, config=config, sizes=sizes, make=make) -> tuple[Any, Callable[[], None]]:

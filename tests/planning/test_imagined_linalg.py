@@ -59,6 +59,30 @@ def test_ledgers_are_those_of_the_formulas(sizes, cuts, monkeypatch):
                     )  # fmt: skip
 
 
+APART = [
+    ("lu", 509, 509, 16), ("lu", 1021, 257, 4), ("lu", 211, 509, 4), ("lu", 4099, 61, 16), ("qr", 997, 997, 16),
+    ("qr", 509, 211, 12), ("qr", 211, 509, 12), ("svd", 1021, 1021, 16),
+]  # fmt: skip
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("routine", "m", "n", "ranks"), APART, ids=str)
+def test_planned_memory_of_ranks_that_share_none_is_what_is_held(routine, m, n, ranks, monkeypatch):
+    """To 13%: with P of `lu`, all reflections of `svd` on each rank, and what is sent and received."""
+    monkeypatch.setattr(pla.Grid, "cores", ranks)
+    plan = pla.plan_linalg(routine, m, n, ranks=ranks, near=False)
+    options = {"full_matrices": False} if routine == "svd" else {}
+    peaks = []
+    for rank in sorted({0, 1, ranks // 2, ranks - 1}):
+        with pla.imagine(ranks, rank, node=1, what_if=pla.WhatIf()) as world:
+            a = pla.zeros((m, n), pla.Grid(plan.sizes), plan.layout)
+            world.reset_peak()
+            found = getattr(linalg, routine)(a, **options)
+            peaks.append(world.peak_memory)
+            del a, found
+    assert 0.87 * max(peaks) < plan.need < 1.13 * max(peaks), (plan.need / max(peaks), plan.memory)
+
+
 def matrix(n: int, seed: int = 0) -> np.ndarray:
     """A Hermitian matrix of which no merge of divide and conquer knows a vector before."""
     draw = np.random.default_rng(seed)

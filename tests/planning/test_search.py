@@ -31,7 +31,8 @@ from parlinalg.optim import Muon
 from parlinalg.pipeline.schedule import AHEAD, FLUSHED, Op
 from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
-from parlinalg.planning import search
+from parlinalg.planning import parts, search
+from parlinalg.planning.auto import summary
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, MeshShape, Space, offload_sets
 from parlinalg.planning.guesses import Guess, Guesses
@@ -333,6 +334,28 @@ def test_one_rank_is_singular(tmp_path):
     head = (tmp_path / "one.py").read_text()
     assert "Planned for 1 rank of laptop: one rank." in head
     assert "A step of 1 sample is" in head
+    assert (made.candidates, made.traced) == (1, 1)
+    assert "\n1 candidate, traced in full, in " in made.explain()
+    assert "; the only candidate, found in " in summary(made)["parallel"]
+    several = replace(made, candidates=2)
+    assert "\n2 candidates, 1 of them traced in full, in " in several.explain()
+    assert "; the fastest of 2 candidates, found in " in summary(several)["parallel"]
+
+
+def test_one_thing_is_singular_in_errors():
+    given = {"model": {"name": "mlp", "hidden": []}, "data": "digits", "batch_size": 8}
+    for match, wrong in (
+        (
+            "no configuration on 1 rank fits 1.00 KiB",
+            lambda: pla.plan_training(given, ranks=1, machine="laptop", memory=1024),
+        ),
+        ("over 1 rank does not fit", lambda: pla.plan_matmul(99, 99, 99, ranks=1, memory=1)),
+        ("1 rank does not form 2 layers of", lambda: pla.plan_linalg("solve", 99, ranks=1, depth=2)),
+        ("does not divide the 1 rank there is:", lambda: resolve({"parallel": {"pipeline": 2}}, 1)),
+        ("does not divide the 1 data parallel rank:", lambda: resolve({"parallel": {"experts": 2}}, 1)),
+    ):
+        with pytest.raises((ConfigError, PlanError), match=match):
+            wrong()
 
 
 LLAMA = {**GPT, "model": {**GPT["model"], "name": "llama", "num_key_value_heads": 1, "recompute": None}}  # type: ignore[dict-item]
@@ -636,7 +659,7 @@ def test_searches_end_where_traces_are_long(monkeypatch):
     made = pla.plan_training({**RING, "parallel": "auto"}, ranks=61, machine="a100", best=1)
     assert made.best
     assert not made.proven
-    with pytest.raises(PlanError, match=r"none of the 1 configuration traced on 67 ranks .* need is 6.55 MiB"):
+    with pytest.raises(PlanError, match=r"the only configuration traced on 67 ranks does not fit .* needs 6.55 MiB"):
         pla.plan_training({**RING, "parallel": "auto"}, ranks=67, machine="a100", memory="2MiB")
 
 
@@ -1689,3 +1712,38 @@ def test_what_a_disk_would_hold_is_what_numpy_saves(recompute):
             assert 0 < part.away == probe.nbytes
             del loss
     assert 0 < part.array <= part.away
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "parallel", "length"),
+    [
+        ("muon", {"data": 4}, 24), ("muon", {"data": 2, "sequence": {"size": 2, "order": "contiguous"}}, 24),
+        ("muon", {"data": 8}, 4), ("shampoo", {"sequence": {"size": 4, "order": "contiguous"}}, 24),
+        ("soap", {"data": 4}, 24),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_whose_states_and_homes_are_uneven_fit_too(name, parallel, length, zero, monkeypatch):
+    """One rank is traced: others may hold more of the parameters that have two moments, or work on more matrices."""
+    ranks = math.prod(n["size"] if isinstance(n, dict) else n for n in parallel.values())
+    sizes = {"hidden_size": 40 if length > 4 else 96, "num_hidden_layers": 2 if length > 4 else 1}
+    config = load({
+        "model": {"name": "gpt", "vocab_size": 259, "num_attention_heads": 8, **sizes}, "zero": zero,
+        "data": {"name": "text", "sequence_length": length}, "dtype": "float32", "batch_size": 8, "parallel": parallel,
+        "optimizer": {"name": name, **({} if name == "muon" else {"precondition_frequency": 1})},
+    })  # fmt: skip
+
+    def peak() -> int:
+        return trace_part(config, Inputs.of(config), ranks, 8, probe=False).peak
+
+    planned = peak()
+    run = parts._Run
+    for method, value in (("fuller", parts.Rest(0, 0, 0)), ("beyond", 0), ("beside_of_fullest", 0)):
+        monkeypatch.setattr(run, method, lambda *_, value=value: value, raising=False)
+    own = []
+    for rank in range(ranks):
+        monkeypatch.setattr(parts, "busiest", lambda _, rank=rank: rank)
+        own.append(peak())
+    assert 0.995 * max(own) < planned < 1.07 * max(own)

@@ -42,10 +42,11 @@ def test_a_map_of_a_few_ranks() -> None:
 
 
 def test_ranks_that_share_experts() -> None:
-    """Their groups are within the stages of a pipeline; without one they are data parallel ranks as any others."""
+    """Their groups are within the stages of a pipeline, and have a line of their own."""
     spec = resolve({"parallel": {"data": 8, "pipeline": 2, "experts": 4}}, 16)
     assert rank_map(spec, 4).splitlines() == [
         "ranks       16 = data 8 (replica=2 × data=4) × pipeline 2, on 4 nodes of 4",
+        "  experts   4 groups of 4 ranks, next to one another, such as 0–3; within a node",
         "  pipeline  8 groups of 2 ranks, 4 apart, such as 0, 4; across 2 nodes",
         "  data      2 groups of 8 ranks, such as 0, 1, …, 11; across 2 nodes",
         "data 0–3    pipeline 0: ranks 0–3, node 0; stage 0",
@@ -53,8 +54,23 @@ def test_ranks_that_share_experts() -> None:
         "data 4–7    pipeline 0: ranks 8–11, node 2",
         "            pipeline 1: ranks 12–15, node 3",
     ]
-    without = [resolve({"parallel": {"data": 8, **more}}, 8) for more in ({}, {"experts": 4})]
-    assert rank_map(without[0]).splitlines()[1:] == rank_map(without[1]).splitlines()[1:]
+    for experts, line in (
+        (4, "  experts   2 groups of 4 ranks, next to one another, such as 0–3; across 2 nodes"),
+        (8, "  experts   1 group of 8 ranks, next to one another, such as 0–7; across 4 nodes"),
+        (1, None),
+    ):
+        without, found = (
+            rank_map(resolve({"parallel": {"data": 8, **more}}, 8), 2).splitlines()
+            for more in ({}, {"experts": experts})
+        )
+        assert found[1:] == [*([] if line is None else [line]), *without[1:]]
+    inside = {"data": 4, "experts": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}}
+    assert rank_map(resolve({"parallel": inside}, 16)).splitlines()[1:5] == [
+        "  tensor    8 groups of 2 ranks, next to one another, such as 0, 1",
+        "  sequence  8 groups of 2 ranks, 2 apart, such as 0, 2",
+        "  experts   8 groups of 2 ranks, 4 apart, such as 0, 4",
+        "  data      4 groups of 4 ranks, 4 apart, such as 0, 4, 8, 12",
+    ]
 
 
 def test_grids_that_are_unlike() -> None:
