@@ -7,7 +7,7 @@ all-reduces a column.  Divide and conquer gives each rank some rows of the singu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
 from parlinalg.linalg import kernels
-from parlinalg.linalg.divide import STRIP, bidiagonal_strips, bidiagonal_vectors
+from parlinalg.linalg.divide import SIDES, STRIP, bidiagonal_strips, bidiagonal_vectors
 from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles
 from parlinalg.linalg.tiles import Deal, Tiles, dealt, indexer, move
 
@@ -50,31 +50,37 @@ class Bidiagonal(Reduction):
         This rank's tiles, of that deal, which are taken out of the list and overwritten.
     keep : bool
         See `Reduction`.
+    sides : sequence of {"left", "right"}
+        Of which sides reflections are kept, those of Q and of P.
     """
 
     def __init__(
-        self, tiles: Tiles, workers: Deal, held: list[np.ndarray], shape: tuple[int, int], keep: bool = True
+        self, tiles: Tiles, workers: Deal, held: list[np.ndarray], shape: tuple[int, int], keep: bool = True,
+        sides: Sequence[str] = SIDES,
     ) -> None:  # fmt: skip
         m, n = self.shape = shape
         a = held.pop()
         super().__init__(tiles, n, a.dtype, keep)
-        self._left, self._right = self._keepers(workers, m, n)
+        sides = [side for side in SIDES if side in sides]
+        self._kept = dict(zip(sides, self._keepers(workers, *({"left": m, "right": n}[x] for x in sides)), strict=True))
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
         self.panel = panel_size(shape, workers.R * workers.C, keep)
         if tiles.grid.inside:
             self._run(workers, max(shape))
-            self._left.close()
-            self._right.close()
+            for kept in self._kept.values():
+                kept.close()
         self._a = self._a[:0].copy()
 
     def _keep(self, k: int, message: np.ndarray) -> None:
-        wide = self.shape[0] - k
-        self._left.add(k, message[:, :wide], message[:, -2])
-        self._right.add(k, message[:, wide:-2], message[:, -1])
+        start = 0
+        for number, (side, kept) in enumerate(self._kept.items()):
+            end = start + self.shape[SIDES.index(side)] - k
+            kept.add(k, message[:, start:end], message[:, number - len(self._kept)])
+            start = end
 
     def _wide(self, k: int) -> int:
-        return sum(self.shape) - 2 * k + 2
+        return sum(self.shape[SIDES.index(side)] - k + 1 for side in self._kept)
 
     def _panel(self, group: SharedCollectives, k: int, b: int) -> np.ndarray | None:
         """Reduce b columns and rows from k on, apply A := A - V Yᴴ - X Uᴴ to what is behind; return [V, U, tau, pi]."""
@@ -131,20 +137,22 @@ class Bidiagonal(Reduction):
             x[q] = pi[q] * found
         below, later = indexer(rows[down(k + b) :] - k), indexer(columns[right(k + b) :] - k)
         kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, yu[:, later].conj())
+        found = {"left": (v, tau), "right": (u, pi)}
         if self._in_place:
-            self._left.add(k, v, tau)
-            self._right.add(k, u, pi)
+            for side, kept in self._kept.items():
+                kept.add(k, *found[side])
         if self._in_place or not self.keep:
             return None
-        return np.concatenate([v, u, tau[:, None], pi[:, None]], axis=1)
+        lines, factors = zip(*(found[side] for side in self._kept), strict=True)
+        return np.concatenate([*lines, *(each[:, None] for each in factors)], axis=1)
 
     def left(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
-        self._left.times(self.tiles, z)
+        self._kept["left"].times(self.tiles, z)
 
     def right(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the rows that it would have of A's columns, by P z.  Collective."""
-        self._right.times(self.tiles, z)
+        self._kept["right"].times(self.tiles, z)
 
 
 class BidiagonalOfOne:
@@ -152,15 +160,15 @@ class BidiagonalOfOne:
 
     Parameters
     ----------
-    tiles, held, shape
+    tiles, shape
         See `Bidiagonal`.
+    held : list
+        The transpose of the matrix, in rows, which is taken out of the list and overwritten.
     """
 
     def __init__(self, tiles: Tiles, held: list[np.ndarray], shape: tuple[int, int]) -> None:
         self.tiles, self.shape, self.n, self.xp = tiles, shape, shape[1], kernels.on_host(tiles.grid.backend)
-        a = held.pop()
-        self._a = kernels.in_columns(a) if has_values(a) else a
-        del a
+        self._a = held.pop().T
         real, n = self._a.real.dtype, self.n
         self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
         if tiles.grid.inside:
@@ -219,6 +227,37 @@ def vectors(reduced: Bidiagonal | BidiagonalOfOne) -> tuple[np.ndarray, np.ndarr
     _refuse_unconverged(reduced, values)
     left = to_tiles(left, tiles, n, n)
     return values, left, to_tiles(right, tiles, n, n)
+
+
+def some_vectors(
+    reduced: Bidiagonal | BidiagonalOfOne, side: str, choose: Callable[[np.ndarray], slice]
+) -> tuple[np.ndarray, int]:  # fmt: skip
+    """Return this rank's tiles of the left or right singular vectors, of n rows, that are chosen, and their number.
+
+    A rank forms its rows of them from those of the two parts of the last merge.  Collective over all ranks.
+
+    Parameters
+    ----------
+    side : {"left", "right"}
+    choose : callable
+        Returns from the singular values, falling, where those are whose vectors are wanted, on all ranks alike.
+    """
+    tiles, n, grid, xp, dtype = reduced.tiles, reduced.n, reduced.tiles.grid, reduced.xp, reduced.d.dtype
+    values, strips, mine = xp.zeros(n, dtype), None, dealt(n, 1, grid.size)[grid.rank if grid.inside else 0]
+    if grid.inside:
+        if grid.size > 1:
+            memory.give_back(8 * n * len(mine))
+        values, strips = bidiagonal_strips(reduced.d, reduced.e, mine, grid.everyone, [side])
+    _refuse_unconverged(reduced, values)
+    numbers = np.arange(n)[choose(values)]
+    z: np.ndarray = xp.empty((0, 0), dtype)
+    if strips is not None:
+        z = xp.empty((len(mine), len(numbers)), dtype)
+        for start in range(0, len(numbers), STRIP):
+            at = numbers[start : start + STRIP]
+            (z[:, start : start + len(at)],) = strips(at)
+    del strips
+    return to_tiles(z, tiles, n, len(numbers)) if grid.size > 1 else z, len(numbers)
 
 
 def pseudoinverse(

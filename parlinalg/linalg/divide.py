@@ -13,8 +13,8 @@ LAPACK's `bdsdc`.  A merge needs the first and the last row of the right vectors
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,76 +113,125 @@ def _merged(
     message = group.broadcast(np.concatenate([d1, d2, w1[-1], w2[0] if positive else -w2[0]]), 0)
     d, z = message[:m], message[m:] / dtype.type(math.sqrt(2))
     rho = 2 * abs(beta)
-    first = len(w1) - 1
-    w: np.ndarray = namespace(d).zeros((first + len(w2) - 1, m), dtype)  # the first half's rows, then the second's
-    w[:first, :m1], w[first:, m1:] = w1[:-1], w2[1:]
-    del one, two, w1, w2
-    memory.give_back(w.nbytes)
-    if not kernels.finite(message):
-        return np.full(m, np.nan, dtype), w
-    upper = np.arange(m) < m1
+    first, upper = len(w1) - 1, np.arange(m) < m1
     lower = ~upper
+    size, blocks = first + len(w2) - 1, [_Block(np.s_[:first], upper, [(0, w1[:-1])])]  # the first half's rows, then
+    blocks.append(_Block(np.s_[first:], lower, [(m1, w2[1:])]))  # the second's
+    del one, two, w1, w2
+    memory.give_back(size * m * dtype.itemsize)
+    if not kernels.finite(message):
+        return np.full(m, np.nan, dtype), namespace(d).zeros((size, m), dtype)
     limit = 8 * np.finfo(dtype).eps / 2 * _largest(d, z)
     turns: list[Turn] = []
     kept, rest = _deflated(d, z, rho, limit, turns, [upper, lower])
-    _rotate(w, turns)
     dk, zk = d[kept], z[kept]
     roots, near, gap = _roots(group, dk, zk, rho)
     if not kernels.finite(roots):
-        return np.full(m, np.nan, dtype), w
+        return np.full(m, np.nan, dtype), namespace(d).zeros((size, m), dtype)
     vector = _vectors(group, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
     order = _rising(values)
     values = values[order]
     wanted = order[choose(values)] if choose else order
-    return values, _turned(w, ([(np.s_[:first], upper), (np.s_[first:], lower)], kept, rest, vector), wanted)
+    return values, _turned(_Side(size, blocks, turns, kept, rest, vector), wanted)
 
 
 Vectors = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """A function from numbers of roots and of rows, in any order, to the vectors of a merge, as columns of any length."""
 
 
-Parts = tuple[list[tuple[slice, np.ndarray]], np.ndarray, np.ndarray, Vectors]
-"""The arguments of `_Turned` beside w."""
+class _Block(NamedTuple):
+    """Some of this rank's rows of W, which has the vectors of two parts as columns.
+
+    Attributes
+    ----------
+    rows : slice
+    has : array of bool
+        For each column of W, True if it has elements in these rows, once columns are turned.
+    given : list
+        The elements: the number of a column, and an array for these rows and the columns from there on.
+    """
+
+    rows: slice
+    has: np.ndarray
+    given: list[tuple[int, np.ndarray]]
+
+    def taken(self, turns: list[Turn], places: list[np.ndarray]) -> list[np.ndarray]:
+        """Return these rows of columns with these numbers, after the turns; the elements are given up."""
+        xp, dtype, rows = namespace(self.given[0][1]), self.given[0][1].dtype, len(self.given[0][1])
+        numbers, place = np.flatnonzero(self.has), np.full(len(self.has), -1)
+        place[numbers] = np.arange(len(numbers))
+        w: np.ndarray = xp.zeros((rows, len(numbers)), dtype)
+        while self.given:
+            start, each = self.given.pop()
+            if each.shape[1]:
+                w[:, place[start] : place[start] + each.shape[1]] = each
+            del each
+        for one, two, c, s in turns:
+            if place[one] >= 0 and place[two] >= 0:  # else both are zeros here
+                x, y = w[:, place[one]].copy(), w[:, place[two]].copy()
+                w[:, place[one]], w[:, place[two]] = c * x + s * y, c * y - s * x
+        return [xp.take(w, place[each], axis=1) for each in places]
+
+
+class _Side(NamedTuple):
+    """What a merge makes the vectors of one side of.
+
+    Attributes
+    ----------
+    size : int
+        The number of this rank's rows.
+    blocks : list
+        These rows of W.  They are given up when they are used.
+    turns : list
+        Pairs of columns of W that are turned first.
+    kept, rest : array of int
+        The columns that the merge changes, and those that it does not.
+    vector : callable or None
+        The vectors of the merge.  None if values did not converge.
+    last : array [size, more] or None
+        Columns behind, which stay as they are.
+    """
+
+    size: int
+    blocks: list[_Block]
+    turns: list[Turn]
+    kept: np.ndarray
+    rest: np.ndarray
+    vector: Any
+    last: np.ndarray | None = None
 
 
 class _Turned:
     """The columns that a merge makes of this rank's rows of the vectors of two parts, some at a time.
 
     The numbers of columns count the roots of the secular equation first, then the vectors that were known before.
-
-    Parameters
-    ----------
-    w : array
-        This rank's rows of the vectors of the parts.  Only its elements that are not zeros everywhere are kept.
-    blocks : list
-        Rows of w, and for each column whether it has elements there.
-    kept, rest : array of int
-        The columns that the merge changes, and those that it does not.
-    vector : callable
-        The vectors of the merge.
+    Of the vectors of the parts only elements that are not zeros everywhere are kept.
     """
 
-    def __init__(
-        self, w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray, vector: Vectors
-    ) -> None:  # fmt: skip
-        self._rows, self._xp, self._dtype, self._vector = len(w), namespace(w), w.dtype, vector
-        has = [each[kept] for _, each in blocks]
+    def __init__(self, side: _Side) -> None:
+        given = side.blocks[0].given[0][1]
+        self._rows, self._xp, self._dtype, self._vector = side.size, namespace(given), given.dtype, side.vector
+        del given
+        kept, rest, has = side.kept, side.rest, [each.has[side.kept] for each in side.blocks]
         self._order = order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block side by side
         self._parts: list[tuple[Any, ...]] = []
         """Rows; the factor of the vectors, of the elements j of them; and known vectors, with the place of each."""
-        for (rows, each), mine in zip(blocks, has, strict=True):
-            j, known = indexer(np.flatnonzero(mine[order])), np.flatnonzero(each[rest])
+        for mine in has:
+            block = side.blocks.pop(0)
+            j, known = indexer(np.flatnonzero(mine[order])), np.flatnonzero(block.has[rest])
             place = np.full(len(rest), -1)
             place[known] = np.arange(len(known))
-            factor, others = (self._xp.take(w[rows], at, axis=1) for at in (kept[order][j], rest[known]))
-            self._parts.append((rows, factor, j, others, place))
+            factor, others = block.taken(side.turns, [kept[order][j], rest[known]])
+            self._parts.append((block.rows, factor, j, others, place))
 
     def columns(self, numbers: np.ndarray) -> np.ndarray:
         """Return this rank's rows of the columns with these numbers."""
         k = len(self._order)
         roots, others = (np.flatnonzero(each) for each in (numbers < k, numbers >= k))
         out: np.ndarray = self._xp.zeros((self._rows, len(numbers)), self._dtype)
+        if not self._rows:
+            return out
         if len(roots):
             u, at = self._vector(numbers[roots], self._order), indexer(roots)
             scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
@@ -197,16 +246,15 @@ class _Turned:
         return out
 
 
-def _turned(w: np.ndarray, parts: Parts, wanted: np.ndarray, more: int = 0) -> np.ndarray:
-    """Return the wanted columns that a merge makes of w, see `_Turned`; the last `more` columns stay as they are.
-
-    The result overwrites w.
-    """
-    xp, last = namespace(w), w[:, w.shape[1] - more :].copy()
-    made = _Turned(w, *parts)
-    out = w if len(wanted) + more == w.shape[1] else xp.empty((len(w), len(wanted) + more), w.dtype)
-    out[:, len(wanted) :] = last
-    del w
+def _turned(side: _Side, wanted: np.ndarray) -> np.ndarray:
+    """Return the wanted columns that a merge makes, see `_Turned`, and the last ones behind them."""
+    given, last = side.blocks[0].given[0][1], side.last
+    xp, dtype, more = namespace(given), given.dtype, 0 if last is None else last.shape[1]
+    del given
+    made = _Turned(side)
+    out: np.ndarray = xp.empty((side.size, len(wanted) + more), dtype)
+    if last is not None:
+        out[:, len(wanted) :] = last
     step = max(STRIP // 4, min(STRIP, len(out) // 4))
     for start in range(0, len(wanted), step):
         at = wanted[start : start + step]
@@ -234,13 +282,6 @@ def _rotation(x: Any, y: Any, limit: Any) -> tuple[Any, Any, Any]:
 
 Turn = tuple[int, int, Any, Any]
 """Two columns, and the cosine and the sine of the angle by which they are turned."""
-
-
-def _rotate(w: np.ndarray, turns: list[Turn]) -> None:
-    """Turn pairs of columns, one after the other."""
-    for one, two, c, s in turns:
-        x, y = w[:, one].copy(), w[:, two].copy()
-        w[:, one], w[:, two] = c * x + s * y, c * y - s * x
 
 
 def _deflated(
@@ -362,44 +403,52 @@ def bidiagonal_vectors(
     """
     d, e, scale = _near_one(d, e)
     with shared_collectives(comm, 2 * len(d), d.dtype) as group:
-        values, left, right = _part(group, d, e, rows, 0, len(d), 0)
+        values, left, right = _part(group, d, e, (rows, rows), 0, len(d), 0)
     return values[::-1] * scale, left[:, ::-1], right[1:-1, ::-1]
 
 
-Strips = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""A function from numbers of singular values, falling, to this rank's rows of their left and of their right vectors."""
+SIDES = ("left", "right")
+"""The sides of singular vectors."""
+Strips = Callable[[np.ndarray], list[np.ndarray]]
+"""A function from numbers of singular values, falling, to this rank's rows of their vectors, for each side."""
 
 
 def bidiagonal_strips(
-    d: np.ndarray, e: np.ndarray, rows: np.ndarray, comm: Comm
+    d: np.ndarray, e: np.ndarray, rows: np.ndarray, comm: Comm, sides: Sequence[str] = SIDES
 ) -> tuple[np.ndarray, Strips | None]:  # fmt: skip
     """Return the singular values, falling, and a function to this rank's rows of some vectors.  Collective.
 
-    The parameters are those of `bidiagonal_vectors`.  The vectors of the last merge are formed by the function, so that
-    all of them never exist at once: it holds those of the two parts, half as many elements, and is called by any rank
-    alone.  None if the values do not converge: they are NaNs then.
+    The other parameters are those of `bidiagonal_vectors`.  The vectors of the last merge are formed by the function,
+    so that all of them never exist at once: it holds those of the two parts, half as many elements, and is called by
+    any rank alone.  None if the values do not converge: they are NaNs then.
+
+    Parameters
+    ----------
+    sides : sequence of {"left", "right"}
+        Which vectors are wanted.
     """
     d, e, scale = _near_one(d, e)
-    n = len(d)
-    leaf = LEAF if comm.size > 1 else max(LEAF, n // 2)  # LAPACK solves both halves, with less memory than the whole
+    n, none = len(d), rows[:0]
+    # on one rank LAPACK solves parts, with less memory than the whole: of both sides it makes all of their vectors
+    leaf = LEAF if comm.size > 1 else max(LEAF, n // (2 * len(SIDES) // len(sides)))
+    mine = (rows if "left" in sides else none, rows if "right" in sides else none)
     with shared_collectives(comm, 2 * n, d.dtype) as group:
         if n <= LEAF:
-            values, left, right = _part(group, d, e, rows, 0, n, 0)
-            return values[::-1] * scale, lambda i: (left[:, n - 1 - i], right[1:-1, n - 1 - i])
-        values, order, sides = _part(group, d, e, rows, 0, n, 0, _merge, leaf)
+            values, left, right = _part(group, d, e, mine, 0, n, 0)
+            known = [{"left": left, "right": right[1:-1]}[side] for side in sides]
+            return values[::-1] * scale, lambda i: [each[:, n - 1 - i] for each in known]
+        values, order, both = _part(group, d, e, mine, 0, n, 0, _merge, leaf)
     if order is None:
         return values, None
     made = []
-    while sides:
-        build, parts, _ = sides.pop(0)
-        w = build()
-        del build
-        made.append(_Turned(w, *parts))
-        del w
-        if comm.size > 1:  # new pages take one rank as long as a tenth of all
-            memory.give_back(8 * n * len(rows))
-    one, two = made
-    return values[::-1] * scale, lambda i: (one.columns(order[n - 1 - i]), two.columns(order[n - 1 - i])[1:-1])
+    for name in SIDES:
+        side = both.pop(0)
+        if name in sides:
+            made.append((_Turned(side), slice(1, -1) if name == "right" else slice(None)))
+            if comm.size > 1:  # new pages take one rank as long as a tenth of all
+                memory.give_back(8 * n * len(rows))
+        del side
+    return values[::-1] * scale, lambda i: [turned.columns(order[n - 1 - i])[at] for turned, at in made]
 
 
 def _near_one(d: np.ndarray, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -409,18 +458,21 @@ def _near_one(d: np.ndarray, e: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any
 
 
 def _part(
-    group: SharedCollectives, d: np.ndarray, e: np.ndarray, rows: np.ndarray, low: int, high: int, more: int,
-    join: Callable[..., Any] | None = None, leaf: int | None = None,
+    group: SharedCollectives, d: np.ndarray, e: np.ndarray, rows: tuple[np.ndarray, np.ndarray], low: int, high: int,
+    more: int, join: Callable[..., Any] | None = None, leaf: int | None = None,
 ) -> Any:  # fmt: skip
     """Return the part of some rows of a bidiagonal matrix, or what `join` makes of its own two parts.  Collective.
 
-    LAPACK solves parts of up to `leaf` rows, by default `LEAF`.
+    `rows` are the numbers of this rank's rows of the left and of the right vectors.  LAPACK solves parts of up to
+    `leaf` rows, by default `LEAF`.
     """
+    if high - low > LEAF and leaf is not None and has_values(d) and not d[low:high].all():
+        leaf = None  # LAPACK's divide and conquer divides by the largest element of each part
     if high - low <= (LEAF if leaf is None else leaf):
-        mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
+        mine, others = (x[(x >= low) & (x < end)] - low for x, end in zip(rows, (high, high + more), strict=True))
         return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
     at = (low + high) // 2
-    own, ends = int(np.isin(at, rows)), ((low, at, 1), (at + 1, high, more))
+    own, ends = int(np.isin(at, rows[0])), ((low, at, 1), (at + 1, high, more))
     return (join or _joined)(
         group, _part(group, d, e, rows, *ends[0], leaf=leaf), _part(group, d, e, rows, *ends[1], leaf=leaf),
         d[at], e[at], own, more,
@@ -453,22 +505,23 @@ def _joined(group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: An
     values, order, sides = _merge(group, one, two, alpha, beta, own, more)
     del one, two
     found: list[np.ndarray] = []
-    while sides:
-        build, parts, last = sides.pop(0)
-        w = build()
-        del build
-        memory.give_back(w.nbytes)
-        found.append(w if order is None else _turned(w, parts, order, last))
+    for wide in (len(values), len(values) + more):
+        side = sides.pop(0)
+        memory.give_back(side.size * wide * values.itemsize)
+        if order is None:
+            found.append(namespace(values).zeros((side.size, wide), values.dtype))
+        else:
+            found.append(_turned(side, order))
+        del side
     return values, found[0], found[1]
 
 
 def _merge(
     group: SharedCollectives, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, more: int
-) -> tuple[np.ndarray, np.ndarray | None, list[Any]]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray | None, list[_Side]]:  # fmt: skip
     """Return the singular values of `_joined`, rising, their order, and what left and right vectors are made of.
 
-    For each side that is a function which returns W, so that there is one W at a time, the other arguments of
-    `_Turned`, and how many columns stay as they are.  If values do not converge they are NaNs; the order is None then.
+    If values do not converge they are NaNs; the order is None then.
     """
     (d1, u1, v1), (d2, u2, v2) = one, two
     del one, two
@@ -487,33 +540,36 @@ def _merge(
     turns: list[Turn] = []
     z[0], c, s = _rotation(z[0], begin[-1] / scale, limit) if more else (z[0], 1, 0)
 
-    # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
-    def left() -> np.ndarray:
-        w: np.ndarray = xp.zeros((len(u1) + own + len(u2), n), dtype)
-        w[: len(u1), 1 : n1 + 1], w[middle, 0], w[middle.stop :, n1 + 1 :] = u1, 1, u2
-        _rotate(w[:, 1:], turns)
-        return w
-
-    def right() -> np.ndarray:
-        w: np.ndarray = xp.zeros((len(v1) + len(v2) - 2, n + more), dtype)
-        w[:first, 1 : n1 + 1], w[first:, n1 + 1 : n] = v1[:-1, :n1], v2[1:, : n - 1 - n1]
-        w[:first, 0] = v1[:-1, n1]
-        if more:
-            null = v2[1:, -1]
-            w[:first, n], w[first:, n] = -s * w[:first, 0], c * null
-            w[:first, 0] *= c
-            w[first:, 0] = s * null
-        _rotate(w[:, 1:n], turns)
-        return w
-
-    unknown: np.ndarray = np.full(n, np.nan, dtype)
-    if not finite:
-        return unknown, None, [(left, (), 0), (right, (), more)]
     above, below, ends = np.arange(n) <= n1, np.arange(n) > n1, np.arange(n) == 0
     if has_values(z) and abs(z[0]) <= limit:
         z[0] = limit
-    kept, rest = _deflated(d[1:], z[1:], 1, limit, turns, [above[1:], below[1:]])
-    kept, rest = np.concatenate([np.zeros(1, np.intp), kept + 1]), rest + 1
+    kept = rest = np.zeros(0, np.intp)
+    if finite:
+        kept, rest = _deflated(d[1:], z[1:], 1, limit, turns, [above[1:], below[1:]])
+        turns = [(x + 1, y + 1, cosine, sine) for x, y, cosine, sine in turns]
+        kept, rest = np.concatenate([np.zeros(1, np.intp), kept + 1]), rest + 1
+    # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
+    null, other = v1[:-1, n1:], v2[1:, n - 1 - n1 :]
+    last = xp.concatenate([-s * null, c * other]) if more else None
+    outside = [
+        _Block(np.s_[: middle.start], above & ~ends, [(1, u1)]),
+        _Block(middle, ends, [(0, xp.ones((own, 1), dtype))]),
+        _Block(np.s_[middle.stop :], below, [(n1 + 1, u2)]),
+    ]
+    blocks = [
+        _Block(np.s_[:first], above, [(0, c * null), (1, v1[:-1, :n1])]),
+        _Block(np.s_[first:], below | (ends & bool(more)), [(0, s * other), (n1 + 1, v2[1:, : n - 1 - n1])]),
+    ]
+    sizes = len(u1) + own + len(u2), len(v1) + len(v2) - 2
+    del u1, u2, v1, v2, null, other
+
+    def sides(vectors: Sequence[Vectors | None]) -> list[_Side]:
+        left = _Side(sizes[0], outside, turns, kept, rest, vectors[0])
+        return [left, _Side(sizes[1], blocks, turns, kept, rest, vectors[1], last)]
+
+    unknown: np.ndarray = np.full(n, np.nan, dtype)
+    if not finite:
+        return unknown, None, sides([None, None])
     dk, zk, k = d[kept], z[kept], len(kept)
     dk[1:2] = np.maximum(dk[1:2], limit / 2)
     if k == 1:
@@ -523,14 +579,11 @@ def _merge(
         length = np.linalg.norm(zk)
         roots, near, gap = _roots(group, dk, zk / length, length * length, squares=True)
         if not kernels.finite(roots):
-            return unknown, None, [(left, (), 0), (right, (), more)]
+            return unknown, None, sides([None, None])
         vectors = _singular_vectors(group, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
     order = _rising(values)
-    outside = [(np.s_[: middle.start], above & ~ends), (middle, ends), (np.s_[middle.stop :], below)]
-    blocks = [(np.s_[:first], above), (np.s_[first:], below | (ends & bool(more)))]
-    sides = [(left, (outside, kept, rest, vectors[0]), 0), (right, (blocks, kept, rest, vectors[1]), more)]
-    return values[order] * largest, order, sides
+    return values[order] * largest, order, sides(vectors)
 
 
 def _singular_vectors(

@@ -521,12 +521,14 @@ class LUFactor(WithDeterminant, Factor):
             )
         return self._home(x, after, columns, n, matrix, b)
 
-    def carried(self, b: DistArray | Identity) -> DistArray:
-        """Return the solutions for the right-hand sides that were factored with A."""
+    def carried(self, b: DistArray | Identity, last: bool = False) -> DistArray:
+        """Return the solutions for the right-hand sides that were factored with A; the `last` use frees the factors."""
         self.check()
         n = self.shape[0]
         x = namespace(self._further).ascontiguousarray(self._further)
         triangular.substitute(self.tiles, self._t, self.positions, x, n, self._more, lower=False)
+        if last:
+            self._t = self._further = self._t[:0].copy()
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
     def factors(self) -> tuple[DistArray, DistArray]:
@@ -748,17 +750,22 @@ class QRFactor(Factor):
         triangular.substitute(self.tiles, r, self.tops, x, n, columns, lower=False, adjoint=adjoint)
         return self.tiles.home(x, self.tops, columns, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
-    def times_q(self, b: DistArray, last: bool = False) -> DistArray:
-        """Return Q b [m, k], for b of at most m rows, with the layout of b; the `last` use frees the reflections."""
-        m, columns = self.shape[0], self.tiles.columns(b.shape[1])
-        tops = [x[x < b.shape[0]] for x in self.rows]
+    def times_q(self, b: DistArray, last: bool = False, complete: bool = False) -> DistArray:
+        """Return Q b [m, k], for b of at most m rows, with the layout of b; the `last` use frees the reflections.
+
+        With `complete` the columns of Q that b does not turn follow, those from the number of its rows on.
+        """
+        (m, _), (least, width) = self.shape, b.shape
+        tops, columns = [x[x < least] for x in self.rows], self.tiles.columns(width)
         x = top = self.tiles.bring(b, tops, columns)
+        if complete:
+            width += m - least
+            columns = self.tiles.columns(width)
         if self.grid.inside:
-            x = self.grid.backend.zeros((len(self.rows[self.tiles.i]), top.shape[1]), top.dtype)
-            x[: len(top)] = top
+            x = completed(top, self.rows[self.tiles.i], columns[self.tiles.j], b.shape, self.grid)
             del top
             self._work.times(x, last=last)
-        return self.tiles.home(x, self.rows, columns, (m, b.shape[1]), b.layout.with_partial(()))
+        return self.tiles.home(x, self.rows, columns, (m, width), b.layout.with_partial(()))
 
 
 class PivotedQRFactor(QRFactor):
@@ -1092,6 +1099,17 @@ def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
     """Return P, L and U of matrices [..., m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
     work = lu_factor(a)
     return (work.P, *work.factors())
+
+
+def completed(z: Any, rows: Numbers, columns: Numbers, shape: tuple[int, ...], grid: Grid) -> Any:
+    """Return these rows and columns of [[Z, 0], [0, 1]], for this rank's part z of a matrix Z of a shape."""
+    high, wide = z.shape
+    if (high, wide) == (len(rows), len(columns)):
+        return z
+    found = namespace(z).zeros((len(rows), len(columns)), z.dtype)
+    found[:high, :wide] = z
+    found[high:, wide:] = _ones_where_equal(rows[high:] - shape[0], columns[wide:] - shape[1], grid, z.dtype)
+    return found
 
 
 def _ones_where_equal(rows: Numbers, columns: Numbers, grid: Grid, dtype: np.dtype[Any]) -> Any:

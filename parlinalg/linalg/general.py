@@ -15,15 +15,17 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.hessenberg import (
     Hessenberg,
+    balanced,
     exponents,
     isolated,
     on_first_rank,
+    on_one,
     schur_form,
     sent_home,
     triangular_vectors,
 )
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, scaled, tiles_for
-from parlinalg.linalg.tiles import move, transposed
+from parlinalg.linalg.tiles import move
 from parlinalg.matmul import matmul
 
 
@@ -213,16 +215,15 @@ class Schur:
             order, low, high = isolated(tiles, a, n)
             if (order != np.arange(n)).any():
                 self._rows = [order[each] for each in rows]
+                del a
                 a = tiles.bring(x, self._rows, [order[each] for each in columns], host=True)
                 a *= self.scale
             self._powers = exponents(tiles, a, n, low, high)
-            a *= np.exp2(self._powers[columns[tiles.j]][None, :] - self._powers[rows[tiles.i]][:, None]).astype(
-                a.real.dtype
-            )
+            balanced(tiles, a, n, self._powers)
         self._reduced = Hessenberg(tiles, a, n, vectors)
-        places = tiles.places(rows, columns)
-        h = move(a.T, transposed(places), on_first_rank(n, grid), grid).T  # in Fortran's order
+        held = [a]
         del a
+        h = on_one(held, tiles, n)
         self.values: np.ndarray = xp.zeros(n, np.result_type(x.dtype, np.complex64))
         self.t: np.ndarray | None = None
         self._z: np.ndarray = xp.empty((0, 0), x.dtype)
@@ -236,7 +237,7 @@ class Schur:
         if grid.inside:
             grid.everyone.broadcast(self.values, 0)
             if vectors:
-                self._z = move(self._z, on_first_rank(n, grid), places, grid)
+                self._z = move(self._z, on_first_rank(n, grid), tiles.places(rows, columns), grid)
                 self._reduced.times(self._z)
                 self._z *= np.exp2(self._powers[rows[tiles.i]]).astype(real)[:, None]
 

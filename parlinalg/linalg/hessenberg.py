@@ -15,15 +15,18 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.backend import blas, shape_solver
 from parlinalg.backend.shapes import has_values
+from parlinalg.comm.shared import lasting_array
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.eigh import PANEL, first, reflector
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Numbers, Places, Tiles, move, resting
+from parlinalg.linalg.tiles import Numbers, Places, Tiles, move, resting, transposed
 
 SWEEPS = 20
 """Rounds of balancing."""
+SOME = 1 << 15
+"""Elements of a matrix of which temporary arrays exist at once, while it is balanced."""
 
 
 class Hessenberg:
@@ -87,6 +90,46 @@ def on_first_rank(n: int, grid: Grid) -> Places:
     return [(every, every) if p == 0 else (none, none) for p in range(grid.size)]
 
 
+def on_one(held: list[np.ndarray], tiles: Tiles, n: int) -> np.ndarray:
+    """Return a Hessenberg matrix [n, n] on the first rank, in Fortran's order, no elements on others.  Collective.
+
+    Ranks that share memory provide equal parts of it.  The lower left quarter, of zeros, is not moved.
+
+    Parameters
+    ----------
+    held : list
+        This rank's tiles, which are taken out of the list.
+    """
+    a, grid = held.pop(), tiles.grid
+    if grid.size == 1:
+        if isinstance(a, np.ndarray):
+            _transpose(a)
+        return a.T
+    rows, columns, half, xp = tiles.rows(n), tiles.columns(n), n // 2, kernels.on_host(grid.backend)
+    low, left = first(rows[tiles.i], half + 1), first(columns[tiles.j], half)
+    parts = [a[:low, :left].copy(), a[:, left:].copy()] if grid.inside else [a, a]
+    del a
+    room = lasting_array(grid.everyone, n * n, parts[0].dtype, keep=False) if grid.inside else None
+    size = n if grid.inside and grid.rank == 0 else 0
+    found = xp.empty((size, size), parts[0].dtype) if room is None else room[: size * size].reshape(size, size)
+    found[:half, half + 1 :] = 0
+    for down, across in (((0, half + 1), (0, half)), ((0, n), (half, n))):  # transposed
+        have = [([x[first(x, a) : first(x, b)] for x in each]) for each, (a, b) in ((rows, down), (columns, across))]
+        want = [(np.arange(*across), np.arange(*down)) if p == 0 else 2 * (rows[0][:0],) for p in range(grid.size)]
+        out = found[across[0] : across[1], : down[1]]
+        move(parts.pop(0).T, transposed(tiles.places(*have)), want, grid, out=out)
+    return found.T
+
+
+def _transpose(a: np.ndarray) -> None:
+    """Transpose a square matrix in place."""
+    for k in range(0, len(a), PANEL):
+        corner, right = a[k : k + PANEL, k : k + PANEL], a[k : k + PANEL, k + PANEL :].copy()
+        corner[...] = corner.T.copy()
+        a[k : k + PANEL, k + PANEL :] = a[k + PANEL :, k : k + PANEL].T
+        a[k + PANEL :, k : k + PANEL] = right.T
+
+
 def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid: Grid) -> DistArray:
     """Return a matrix that the first rank has, in a layout.  Collective over the grid."""
     block = kernels.on_host(grid.backend).empty((0, 0), dtype) if whole is None else whole
@@ -142,7 +185,9 @@ def isolated(tiles: Tiles, a: np.ndarray, n: int) -> tuple[Numbers, int, int]:
     In that order the matrix is upper triangular before and behind the rest.
     """
     rows, columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
-    full = ((a != 0) & (rows[:, None] != columns[None, :])).astype(np.float32)
+    full: np.ndarray = kernels.on_host(tiles.grid.backend).empty(a.shape, np.float32)
+    for at in _some_rows(a):
+        full[at] = (a[at] != 0) & (rows[at, None] != columns[None, :])
     front: list[int] = []
     back: list[int] = []
     rest = np.ones(n, bool)
@@ -167,16 +212,21 @@ def exponents(tiles: Tiles, a: np.ndarray, n: int, low: int, high: int) -> np.nd
     This is Osborne's iteration, for all rows at once and with half its steps; zeros where it gains less than 5%.
     """
     rows, columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
-    size = np.abs(a).astype(np.float64)
-    size[(rows[:, None] == columns[None, :]) | (rows < low)[:, None] | (rows >= high)[:, None]] = 0
-    size[:, (columns < low) | (columns >= high)] = 0
+    outside, xp = [(x < low) | (x >= high) for x in (rows, columns)], kernels.on_host(tiles.grid.backend)
     most = int(np.finfo(a.dtype).maxexp * 0.45)
     powers, before, backend = np.zeros(n), 0.0, tiles.grid.backend
     assumed = None if backend.values else backend.assume("balancing", "how many rounds balance a matrix")
 
     def sums(powers: np.ndarray) -> np.ndarray:
-        scaled = size * np.exp2(powers[columns][None, :] - powers[rows][:, None])
-        return _summed(tiles, n, scaled.sum(axis=1), scaled.sum(axis=0))
+        by_row, by_column = (xp.zeros(len(numbers), np.float64) for numbers in (rows, columns))
+        for at in _some_rows(a):
+            size = np.abs(a[at]).astype(np.float64)
+            size[(rows[at, None] == columns[None, :]) | outside[0][at, None] | outside[1][None, :]] = 0
+            if powers.any() or not has_values(a):
+                size *= np.exp2(powers[columns][None, :] - powers[rows[at]][:, None])
+            by_row[at] = size.sum(axis=1)
+            by_column += size.sum(axis=0)
+        return _summed(tiles, n, by_row, by_column)
 
     for sweep in range(SWEEPS):
         by_row, by_column = sums(powers)
@@ -189,6 +239,19 @@ def exponents(tiles: Tiles, a: np.ndarray, n: int, low: int, high: int) -> np.nd
             break
     found = np.round(powers)
     return found if float(sums(found)[0].sum()) < 0.95 * before else np.zeros(n)
+
+
+def balanced(tiles: Tiles, a: np.ndarray, n: int, powers: np.ndarray) -> None:
+    """Replace A by D⁻¹ A D, for a diagonal D of these powers of two."""
+    rows, columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
+    for at in _some_rows(a) if powers.any() or not has_values(a) else ():
+        a[at] *= np.exp2(powers[columns][None, :] - powers[rows[at]][:, None]).astype(a.real.dtype)
+
+
+def _some_rows(a: np.ndarray) -> list[slice]:
+    """Return rows of which temporary arrays are small; all of an array without values."""
+    step = max(1, SOME // max(1, a.shape[1])) if has_values(a) else max(1, len(a))
+    return [slice(start, start + step) for start in range(0, len(a), step)]
 
 
 def _summed(tiles: Tiles, n: int, by_row: np.ndarray, by_column: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from parlinalg.linalg.factors import LUFactor, QRFactor, divided, q_above_identi
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_nonfinite
-from parlinalg.linalg.spectral import counted, eigh, svd
+from parlinalg.linalg.spectral import basis, by_bidiagonal, counted, eigh, svd, triangle_of
 from parlinalg.linalg.systems import solve_triangular
 from parlinalg.linalg.tiles import worst
 from parlinalg.linalg.vectors import assumed_steps
@@ -53,30 +53,50 @@ def expm(x: DistArray, /) -> DistArray:
     n = x.shape[0]
     if not n:
         return a.copy()
-    with np.errstate(over="ignore", invalid="ignore"):
-        powers = [matmul(a, a, layout=layout)]  # A², A⁴, …
-        powers.append(matmul(powers[0], powers[0], layout=layout))
-        powers.append(matmul(powers[0], powers[1], layout=layout))
-        d4, d6 = (_norm(powers[k - 1], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
-        d8 = _estimate(8, powers[1], powers[1]) ** (1 / 8)
-    if not all(map(math.isfinite, (d4, d6, d8))):  # the powers are out of range
+    powers, more = _powers(a), 0
+    roots = _roots(powers)
+    if not all(map(math.isfinite, roots)):  # the powers are out of range: take those of A by 2 to the power of `more`
         del powers
-        squarings = max(1, math.frexp(float(abs(a).max()))[1] + n.bit_length())
-        return _squared(expm(a * a.real.dtype.type(2.0**-squarings)), a, squarings)
+        more = max(1, math.frexp(float(abs(a).max()))[1] + n.bit_length())
+        powers = _powers(_halved_often(a, more))
+        roots = _roots(powers)
     chosen = _chosen(
-        np.array([[d4], [d6], [d8]]), lambda at: _estimate(10, powers[1], powers[2]) ** (1 / 10),
-        lambda at, m: _sizes(a, m), a.dtype,
+        np.array(roots)[:, None], lambda at: _estimate(10, powers[1], powers[2]) ** (1 / 10),
+        lambda at, m: _sizes(a, m, more), a.dtype,
     )  # fmt: skip
     degree, squarings = (int(each[0]) for each in chosen)
     if degree == 9:
         powers.append(matmul(powers[1], powers[1], layout=layout))
-    odd, even = _pade(a, powers, degree, 2.0**-squarings)
+    odd, even = _pade(a, powers, degree, 2.0**-squarings, more)
     _combine([(odd, [-1, 1]), (even, [1, 1])], [odd, even])
     factor = LUFactor(odd, b=even, spent=True)
     del odd, even
-    found = factor.carried(a)
+    found = factor.carried(a, last=True)
     del factor
-    return _squared(found, a, squarings)
+    return _squared(found, a, squarings + more)
+
+
+def _powers(a: DistArray) -> list[DistArray]:
+    """Return A², A⁴ and A⁶, which may be out of range."""
+    layout = a.layout.with_partial(())
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = [matmul(a, a, layout=layout)]
+        del a
+        found.append(matmul(found[0], found[0], layout=layout))
+        found.append(matmul(found[0], found[1], layout=layout))
+    return found
+
+
+def _roots(powers: list[DistArray]) -> tuple[float, float, float]:
+    """Return the roots of the norms of A⁴, A⁶ and A⁸, the last of which is estimated."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        d4, d6 = (_norm(powers[k - 1], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
+        return d4, d6, _estimate(8, powers[1], powers[1]) ** (1 / 8)
+
+
+def _halved_often(a: DistArray, times: int) -> DistArray:
+    """Return A divided by 2 to the power of `times`."""
+    return a * a.real.dtype.type(2.0**-times) if times else a
 
 
 def _chosen(roots: Any, d10: Any, sizes: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +140,9 @@ def _squared(found: DistArray, a: DistArray, squarings: int) -> DistArray:
         if turn < squarings:
             found = matmul(found, found, layout=found.layout)
         if side and has_values(diagonal):
-            _set_diagonals(found, kernels.to_host(diagonal) * 0.5**turn, kernels.to_host(beside) * 0.5**turn, side)
+            first, last = 0.5 ** (turn // 2), 0.5 ** (turn - turn // 2)  # their product may be out of a float's range
+            d, t = (kernels.to_host(each) * first * last for each in (diagonal, beside))
+            _set_diagonals(found, d, t, side)
     return found
 
 
@@ -167,13 +189,17 @@ def _beside(d: np.ndarray, t: np.ndarray) -> np.ndarray:
     return np.where(t == 0, 0, t * np.exp(larger) * share)
 
 
-def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[DistArray, DistArray]:
-    """Return the odd and the even part of the numerator of the Padé approximant of degree m of `scale * A`.
+def _pade(
+    a: DistArray, powers: list[DistArray], m: int, scale: float, more: int = 0
+) -> tuple[DistArray, DistArray]:  # fmt: skip
+    """Return the odd and the even part of the numerator of the Padé approximant of degree m of `scale * B`.
+
+    B is A divided by 2 to the power of `more`.
 
     Parameters
     ----------
     powers : list of DistArray
-        Those of the square of A, from the first one on, which lie like A; they are overwritten, and taken out of the
+        Those of the square of B, from the first one on, which lie like A; they are overwritten, and taken out of the
         list.
     """
     layout = powers[0].layout
@@ -195,7 +221,7 @@ def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[
     powers.clear()
     for each, constant in ((odd, b[1]), (even, b[0])):
         _add_to_diagonal(each, constant)
-    return matmul(a, odd, alpha=scale, layout=layout), even
+    return matmul(_halved_often(a, more), odd, alpha=scale, layout=layout), even
 
 
 def _coefficients(m: int) -> list[float]:
@@ -281,9 +307,11 @@ def _estimate(power: int, *factors: DistArray) -> float:
     return found
 
 
-def _sizes(a: DistArray, m: int) -> tuple[float, float]:
-    """Return the norm of |A|^(2m + 1), of a matrix divided by its norm, and this."""
+def _sizes(a: DistArray, m: int, more: int = 0) -> tuple[float, float]:
+    """Return the norm of |B|^(2m + 1), of B divided by its norm, and this; B is A by 2 to the power of `more`."""
     size = abs(a)
+    if more:
+        size *= size.dtype.type(2.0**-more)
     one = as_number(size.sum(axis=0).max(), 1)
     size /= size.dtype.type(one or 1)
     v = ones(a.shape[0], grid=a.grid, dtype=size.dtype)
@@ -571,6 +599,8 @@ def orth(a: DistArray, rcond: float | None = None) -> DistArray:
     Those below `rcond` times the largest count as 0, by default max(m, n) times the dtype's eps.
     """
     a = _one(a, "orth")
+    if by_bidiagonal(a):
+        return basis(a, "left", lambda s: _rank("orth", s, a.shape, rcond), False, "orth")
     u, s, _ = svd(a, full_matrices=False)
     return u[:, : _rank("orth", s, a.shape, rcond)].redistribute(u.layout)
 
@@ -582,8 +612,12 @@ def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
     Those below `rcond` times the largest count as 0, by default max(m, n) times the dtype's eps.
     """
     a = _one(a, "null_space")
-    _, s, vh = svd(a, full_matrices=a.shape[0] < a.shape[1])  # of a tall matrix U would be m x m
-    return vh[_rank("null_space", s, a.shape, rcond) :].mT.conj().redistribute(vh.layout)
+    shape = a.shape
+    if by_bidiagonal(a):
+        return basis(a, "right", lambda s: _rank("null_space", s, shape, rcond), True, "null_space")
+    a = triangle_of(a, "null_space") if a.shape[0] > a.shape[1] else a  # of the same V
+    _, s, vh = svd(a, full_matrices=a.shape[0] < a.shape[1])
+    return vh[_rank("null_space", s, shape, rcond) :].mT.conj().redistribute(vh.layout)
 
 
 # ------------------------------------------------------------------------------------------------ helpers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne
 from parlinalg.linalg.costs import small_triangle
+from parlinalg.linalg.divide import SIDES
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, nearly_q, tall_r
+from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     NONFINITE,
     LinAlgError,
@@ -546,8 +547,8 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     Those are the ones below `rtol` times the largest, by default max(m, n) times the dtype's eps.
     """
     x, rtol = as_matrix(x, "pinv"), limits("pinv: rtol", rtol, x.shape[:-2])
-    if _large(x) and not (isinstance(rtol, DistArray) and rtol.ndim):
-        return _by_bidiagonal(x, rtol)
+    if by_bidiagonal(x) and not (isinstance(rtol, DistArray) and rtol.ndim):
+        return _pseudoinverse(x, rtol)
     u, s, vh = svd(x, full_matrices=False)
     kept = s > limit_of(s, rtol, max(x.shape[-2:]))
     v = vh.mT.conj()
@@ -558,7 +559,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     return matmul(v, uh, layout=x.mT.layout.with_partial(()))
 
 
-def _large(x: DistArray) -> bool:
+def by_bidiagonal(x: DistArray) -> bool:
     """Return True for one matrix on hosts that is reduced to bidiagonal form, by all ranks or LAPACK, for its `svd`.
 
     Its R is, if all ranks reduce it and it is tall or wide.
@@ -573,7 +574,7 @@ def _large(x: DistArray) -> bool:
     return not (small_triangle(shape, x.grid.size) and by_gram(shape, x.grid.size))
 
 
-def _by_bidiagonal(x: DistArray, rtol: Any) -> DistArray:
+def _pseudoinverse(x: DistArray, rtol: Any) -> DistArray:
     """Return the pseudoinverse of a matrix without its singular vectors.
 
     With A = Q B Pᴴ it is P B⁺ Qᴴ: one matrix, that of the bidiagonal one, goes back through the reflections of both
@@ -613,6 +614,57 @@ def _by_bidiagonal(x: DistArray, rtol: Any) -> DistArray:
     del z
     found = q.times_q(found, last=True)
     return found if wide else found.mT.conj()
+
+
+def triangle_of(x: DistArray, name: str) -> DistArray:
+    """Return R of a tall matrix [m, n], which has the same V, where `svd` factors it by QR first; else the matrix."""
+    (m, n), alone = x.shape, x.grid.size == 1
+    if not n or m <= TALL * n or (alone and not by_qr_first(x)):
+        return x
+    r = tall_r(x) if alone or small_triangle((m, n), x.grid.size) else None
+    r = QRFactor(x, name=name, keep=False).R if r is None else r
+    return r if truth(isfinite(r).all(), "finite", "whether the elements are finite") else x
+
+
+def basis(x: DistArray, side: str, rank: Callable[[DistArray], int], rest: bool, name: str) -> DistArray:
+    """Return singular vectors of one side of a matrix for which `by_bidiagonal` is True, as columns, in its layout.
+
+    Only the reflections of that side are kept, and only these vectors formed.
+
+    Parameters
+    ----------
+    side : {"left", "right"}
+    rank : callable
+        Returns how many singular values count.  The first vectors, as many as these, are returned.
+    rest : bool
+        The vectors behind them are returned instead, with those that complete a basis of the space.
+    """
+    layout, dtype, grid, given = x.layout.with_partial(()), x.dtype, x.grid, side
+    if x.shape[0] < x.shape[1]:
+        x, (side,) = x.mT.conj(), (each for each in SIDES if each != given)
+    held = [x]
+    del x
+    reduced, _, q = _bidiagonal(held, name, sides=[side])
+
+    def chosen(values: np.ndarray) -> slice:
+        k = rank(distributed(values, Layout(None), grid))
+        return slice(k, None) if rest else slice(k)
+
+    (top, n), tiles, left = reduced.shape, reduced.tiles, side == "left"
+    found, k = bidiagonal.some_vectors(reduced, side, chosen)
+    z: np.ndarray = found.astype(dtype, copy=False)
+    del found
+    high, wide = (top, k + rest * (top - n)) if left else (n, k)
+    rows, columns = tiles.rows(high), tiles.columns(wide)
+    if grid.inside and left:
+        z = completed(z, rows[tiles.i], columns[tiles.j], (n, k), grid)
+        reduced.left(z)
+    elif grid.inside:
+        reduced.right(z)
+    del reduced
+    turned = tiles.home(z, rows, columns, (high, wide), layout)
+    del z
+    return turned if q is None else q.times_q(turned, last=True, complete=rest)
 
 
 @of_arrays
@@ -685,31 +737,36 @@ def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagona
 
 
 def _bidiagonal(
-    given: list[DistArray], name: str, keep: bool = True
+    given: list[DistArray], name: str, keep: bool = True, sides: Sequence[str] = SIDES
 ) -> tuple[Bidiagonal | BidiagonalOfOne, Any, QRFactor | None]:  # fmt: skip
     """Return the reduction of a matrix [m, n] with m ≥ n, its factor, and the QR factorization before it, if any.
 
-    The matrix is taken out of the list.  Without `keep`, for values alone, no reflections are kept.
+    The matrix is taken out of the list.  Without `keep`, for values alone, no reflections are kept, else those of some
+    `sides`; without the left one the QR factorization is lost.
     """
     x = given.pop()
     m, n = x.shape
     q = None
     if m > TALL * n and n:
-        q = QRFactor(x, name=name, keep=keep)
+        q = QRFactor(x, name=name, keep=keep and "left" in sides)
         x = q.R
         q.drop_r()
-        q = q if keep else None
+        q = q if keep and "left" in sides else None
     tiles = tiles_for(x, None, "svd")
     deal = workers(tiles) if keep else tiles  # fewer ranks would have more of it than its blocks and vectors take
-    want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
-    t = tiles.bring_to(x, want, host=True, out=rooms_of_few(x.grid, deal, [want], x.dtype)[0])
+    want, shape = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size), x.shape
+    if alone := x.grid.size == 1 and isinstance(x.block, np.ndarray):
+        t = kernels.in_columns(x.summed().block).T
+    else:
+        t = tiles.bring_to(x, want, host=True, out=rooms_of_few(x.grid, deal, [want], x.dtype)[0])
+        t = t.T if x.grid.size == 1 else t
+    del x
     scale = scaled(tiles, [t], t.dtype, name)
-    held, shape = [t], x.shape
-    alone = x.grid.size == 1
-    del t, x
+    held = [t]
+    del t
     if alone:
         return BidiagonalOfOne(tiles, held, shape), scale, q  # type: ignore[arg-type]
-    return Bidiagonal(tiles, deal, held, shape, keep), scale, q  # type: ignore[arg-type]
+    return Bidiagonal(tiles, deal, held, shape, keep, sides), scale, q  # type: ignore[arg-type]
 
 
 def _completed(q: Any, u: DistArray, columns: int, layout: Layout) -> DistArray:

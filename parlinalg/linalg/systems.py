@@ -204,7 +204,7 @@ def inv(x: DistArray, /) -> DistArray:
     if x.ndim > 2:
         return batches("inv", _inverses, inv, x)[0]
     one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
-    return LUFactor(x, b=one, name="inv").carried(one)
+    return LUFactor(x, b=one, name="inv").carried(one, last=True)
 
 
 @primitive

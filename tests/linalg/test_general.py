@@ -11,7 +11,7 @@ import scipy.linalg
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import spectral
+from parlinalg.linalg import kernels, planner, spectral
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, norm, random
 from tests.linalg.test_spectral import cases, ratio
@@ -401,6 +401,32 @@ def test_bases(grid):
             getattr(linalg, name)(x, np.nan)
     with pytest.raises(ValueError, match=r"orth takes one matrix, not a stack of shape \(2, 3, 3\)"):
         linalg.orth(pla.ones((2, 3, 3), grid))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bases_of_large_matrices(grid, monkeypatch, dtype):
+    """Vectors of one side alone, with those that complete a basis, to LAPACK's ratios; of parts that are zeros too."""
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    for module in (planner, spectral):
+        monkeypatch.setattr(module, "svd_by_one", lambda *args, **options: False)
+    rng, rcond = np.random.default_rng(21), 1e-4
+    cases = [
+        (m, n, random((m, k), dtype, rng) @ random((k, n), dtype, rng))
+        for m, n, k in ((140, 130, 70), (130, 140, 50), (150, 60, 20), (60, 150, 59), (80, 80, 80), (90, 90, 0))
+    ]
+    cases += [(n, n, np.diag(np.arange(n) < n / 2).astype(dtype)) for n in (100, 150)]
+    for m, n, a in cases:
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        s = np.linalg.svd(a.astype(np.result_type(dtype, np.float64)), compute_uv=False)
+        k = int((s > rcond * s.max()).sum())
+        inner, outer = linalg.null_space(x, rcond), linalg.orth(x, rcond)
+        assert (inner.shape, inner.layout, outer.shape, outer.layout) == ((n, n - k), x.layout, (m, k), x.layout)
+        z, q = inner.gather(), outer.gather()
+        assert z.dtype == q.dtype == dtype
+        for each in (z, q):
+            ratio(norm(each.conj().T @ each - np.eye(each.shape[1])), 1, max(m, n), dtype, (m, n, k))
+        ratio(norm(a @ z), norm(a), max(m, n), dtype, (m, n, k))
+        ratio(norm(q @ (q.conj().T @ a) - a), norm(a), max(m, n), dtype, (m, n, k))
 
 
 def test_square_roots_of_singular_matrices(grid):

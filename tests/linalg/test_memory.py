@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import Layout, linalg
+from parlinalg import Layout, Tensor, linalg
 from parlinalg.comm import shared as shared_memory
 from parlinalg.grid import Grid
 from parlinalg.linalg.planner import plan_linalg
@@ -26,6 +26,40 @@ SQUARE = {
 LARGER = ("eigvalsh", "svdvals", "expm", "lstsq", "cond", "matrix_rank")
 """Where n is twice N: at N panels, 2 × 32 columns and as many rows of a reduction, are as large as a block."""
 SIDES = {"solve": linalg.solve, "lstsq": linalg.lstsq}
+BASES = {"orth": linalg.orth, "null_space": linalg.null_space}
+
+
+def gradient(function):
+    """The function that returns the gradient of the sum of what a function of a tensor returns."""
+
+    def of(x):
+        t = Tensor(x, requires_grad=True)
+        function(t).sum().backward()
+        return t.grad
+
+    return of
+
+
+OTHERS = {
+    "eigvals": linalg.eigvals, "matrix_power": lambda a: linalg.matrix_power(a, 5),
+    "inverse power": lambda a: linalg.matrix_power(a, -3), "polar left": lambda a: linalg.polar(a, "left"),
+    "polar of half rank": linalg.polar, "norm": linalg.norm, "norm 1": lambda a: linalg.norm(a, 1),
+    "norm 2": lambda a: linalg.norm(a, 2), "norm nuc": lambda a: linalg.norm(a, "nuc"),
+    "cond -2": lambda a: linalg.cond(a, -2), "svd_lowrank": lambda a: linalg.svd_lowrank(a, 10),
+    "range_finder": lambda a: linalg.range_finder(a, 20), "svds": lambda a: linalg.svds(a, 4), "det": linalg.det,
+    "slogdet": linalg.slogdet, "cho_factor": linalg.cho_factor, "qr complete": lambda a: linalg.qr(a, mode="complete"),
+    "eigsh": lambda a: linalg.eigsh(a, 4), "multi_dot": lambda a: linalg.multi_dot([a, a, a]),
+    "gradient of solve": gradient(lambda t: linalg.solve(t, pla.ones((t.shape[0], COLUMNS), t.grid))),
+}  # fmt: skip
+POSITIVE = ("cholesky", "sqrtm", "cho_factor", "eigsh", "gradient of cholesky", "some of eigh")
+BEYOND = {
+    "cond 1": (lambda a: linalg.cond(a, 1), 4.3, 5.8),
+    "some of eigh": (lambda a: linalg.eigh(a, subset_by_index=(0, 9)), 4.2, 5.0),
+    "eigvalsh of two": (lambda a: linalg.eigvalsh(a, a.copy()), 4.1, 5.0),
+    "gradient of cholesky": (gradient(linalg.cholesky), 3.7, 4.3),
+    "gradient of slogdet": (gradient(lambda t: linalg.slogdet(t).logabsdet), 3.7, 3.7),
+}
+"""Functions that hold more, with the bounds on one rank and on several."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +105,61 @@ def test_memory_is_a_few_times_the_blocks(make_grid, name):
 
     case(N)[0]()  # what is imported once, and loops that are compiled for large blocks
     ratio = max(grid.world.share(most(*case(2 * N if name in LARGER else N))))
+    assert ratio < 3, ratio
+
+
+def half_rank(n):
+    rng = np.random.default_rng(5)
+    return rng.uniform(-1, 1, (n, n // 2)) @ rng.uniform(-1, 1, (n // 2, n))
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("name", [*OTHERS, *BEYOND])
+def test_memory_of_other_functions(make_grid, world, name):
+    grid = make_grid({"r": 2, "c": 2} if world.size == 4 else {"r": 1})
+    if not grid.backend.cpu:
+        return
+    function, *bounds = BEYOND.get(name, (OTHERS.get(name), 3, 3))
+    n = 2 * N if "eig" in name or "norm" in name or "cond" in name or world.size == 1 else N
+    a = np.random.default_rng(5).uniform(-1, 1, (n, n)) if "half" not in name else half_rank(n)
+    a = a @ a.T + n * np.eye(n) if name in POSITIVE or "two" in name else a
+    x = pla.distribute(a, grid, grid.default_layout(a.shape))
+    function(x)
+    inputs = (x, x) if "two" in name else (x,)
+    ratio = max(grid.world.share(most(lambda: function(x), inputs)))
+    assert ratio < bounds[world.size > 1], ratio
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("shape", [(1024, 1024), (1100, 900), (900, 1100)], ids=str)
+@pytest.mark.parametrize("name", BASES)
+def test_memory_of_bases(make_grid, world, name, shape, dtype):
+    """Of half rank; on one rank of rank 1 and of full rank too, where little or nothing comes out."""
+    grid = make_grid({"r": 2, "c": 2} if world.size == 4 else {"r": 1})
+    if not grid.backend.cpu:
+        return
+    rng, (m, n) = np.random.default_rng(5), shape
+    full = rng.uniform(-1, 1, shape) * (1 if dtype == "float64" else np.exp(1j * rng.uniform(0, 6, (m, 1))))
+    cases = [full[:, : n // 2] @ rng.uniform(-1, 1, (n // 2, n))]
+    if world.size == 1 and dtype == "float64":
+        cases += [full, full[:, :1] * full[:1]]
+    for a in cases:
+        x = pla.distribute(a, grid, grid.default_layout(shape))
+        BASES[name](x)
+        ratio = max(grid.world.share(most(lambda x=x: BASES[name](x), (x,))))
+        assert ratio < 3, ratio
+
+
+@pytest.mark.ranks(1, 4)
+def test_memory_of_expm_where_powers_are_out_of_range(make_grid, world):
+    grid = make_grid({"r": 2, "c": 2} if world.size == 4 else {"r": 1})
+    if not grid.backend.cpu:
+        return
+    a = np.triu(np.random.default_rng(5).uniform(-1, 1, (2 * N, 2 * N))) * 1e60 - 1e62 * np.eye(2 * N)
+    x = pla.distribute(a, grid, grid.default_layout(a.shape))
+    linalg.expm(x)
+    ratio = max(grid.world.share(most(lambda: linalg.expm(x), (x,))))
     assert ratio < 3, ratio
 
 

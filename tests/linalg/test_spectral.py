@@ -46,6 +46,17 @@ def ratio(value, scale, n, dtype, what):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pinv_where_parts_of_a_large_matrix_are_zeros(make_grid, monkeypatch, dtype):
+    """LAPACK's routine for parts of a bidiagonal matrix divides by the largest element of each."""
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    grid, n = make_grid({"r": 1}), 300
+    for a in (np.zeros(n), np.arange(n) < n / 2, np.arange(n) > n / 3, np.arange(n) == n - 1):
+        a = np.diag(a).astype(dtype)
+        np.testing.assert_array_equal(linalg.pinv(pla.distribute(a, grid, Layout(None, None))).gather(), a)
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_matrices_of_one_rank(make_grid, monkeypatch, dtype):
     """LAPACK works on the copy that it is given; neither A nor what is above its diagonal changes."""
