@@ -145,7 +145,7 @@ def interp(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period
         x = asarray(x, grid=grid)
     x = settled(x, "interp").astype(np.float64, copy=False)
     if not isinstance(xp, DistArray) and not isinstance(fp, DistArray):
-        found = np.asarray(np.interp(grid.backend.to_host(x.block), xp, fp, left, right, period))
+        found = np.interp(grid.backend.to_host(x.block), xp, fp, left, right, period)
         return x.like(grid.backend.from_host(found.reshape(x.block.shape)))
     xp, fp = (v if isinstance(v, DistArray) else asarray(v, grid=grid) for v in (xp, fp))
     xp, fp = xp.astype(np.float64, copy=False), fp.astype(np.complex128 if fp.dtype.kind == "c" else np.float64)

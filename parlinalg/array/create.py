@@ -12,6 +12,7 @@ from parlinalg.array import transfer
 from parlinalg.array.core import DistArray, native, refused_dtype, whole
 from parlinalg.array.dispatch import of_arrays, primitive, refusing
 from parlinalg.array.shapes import shape_of
+from parlinalg.backend.shapes import SMALL
 from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Device, Grid, default_grid
@@ -181,8 +182,25 @@ def computed(
     shape = shape_of(shape)
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
-    indices = np.ix_(*(np.arange(r.start, r.stop) for r in grid.block(cut, shape)))
-    given = function(*indices)
+    held = grid.block_shape(cut, shape)
+    if dtype is not None and not grid.backend.values and math.prod(held) > SMALL:
+        block = grid.backend.empty(held, dtype_named(dtype))  # without values, whatever the function returns
+    else:
+        block = grid.backend.from_host(_block_of(what, function, shape, cut, grid, dtype))
+    right = (
+        "an element should depend on its indices alone, the same on every rank (parlinalg.random makes such numbers)"
+    )
+    check_given(
+        what, block, cut, shape, grid, right, replicas=what in ("from_function", "full"), partial=layout.partial
+    )
+    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+
+
+def _block_of(
+    what: str, function: Callable[..., Any], shape: tuple[int, ...], cut: Layout, grid: Grid, dtype: Any
+) -> np.ndarray:
+    """Return this rank's block of the array that a function of the indices makes."""
+    given = function(*np.ix_(*(np.arange(r.start, r.stop) for r in grid.block(cut, shape))))
     if np.ma.isMaskedArray(given):
         raise masked("from_function")
     values = np.asarray(given, dtype=None if dtype is None else dtype_named(dtype))
@@ -193,14 +211,7 @@ def computed(
             f"{what}: the function returns an array of shape {values.shape} for the block of shape {held} on rank "
             f"{grid.rank}, of a global shape {shape}; it should be elementwise in its indices"
         )
-    block = grid.backend.from_host(np.array(np.broadcast_to(values, held), order="C"))
-    right = (
-        "an element should depend on its indices alone, the same on every rank (parlinalg.random makes such numbers)"
-    )
-    check_given(
-        what, block, cut, shape, grid, right, replicas=what in ("from_function", "full"), partial=layout.partial
-    )
-    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+    return np.array(np.broadcast_to(values, held), order="C")
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

@@ -288,7 +288,7 @@ def triangle(a: DistArray, k: int = 0, *, lower: bool) -> DistArray:
         raise ValueError(f"tril and triu take matrices, or stacks of them, not an array of shape {a.shape}")
     k = whole(f"{'tril' if lower else 'triu'}: k, the number of a diagonal,", k)
     i, j = positions(a, a.ndim - 2), positions(a, a.ndim - 1)
-    kept = j - i <= k if lower else j - i >= k
+    kept = j <= i + k if lower else j >= i + k
     return a.like(a.xp.where(kept, a.block, a.dtype.type(0)) if a.grid.inside else a.block)
 
 

@@ -29,6 +29,7 @@ from parlinalg.array.functions import (
     handles,
 )
 from parlinalg.array.ufuncs import operand
+from parlinalg.backend.shapes import ShapeArray
 from parlinalg.layout import Layout
 
 _NUMPY: Any = np  # whose functions return DistArrays, which its types do not know
@@ -445,7 +446,7 @@ def _vander(x: Any, N: int | None = None, increasing: bool = False) -> DistArray
 
 @handles(np.polyval)
 def _polyval(p: Any, x: Any) -> DistArray:
-    coefficients = p.gather() if isinstance(p, DistArray) else np.asarray(p)
+    coefficients = p.gather() if isinstance(p, DistArray) else p if isinstance(p, ShapeArray) else np.asarray(p)
     found: Any = x * 0
     for c in coefficients:
         found = found * x + c

@@ -66,6 +66,13 @@ class Owners:
         starts = [r.start for r in self.grid.block(self.layout, self.whole)]
         return tuple(i - starts[d] if starts[d] else i for d, i in zip(self.dims, self._indices(numbers), strict=True))
 
+    def first(self) -> np.ndarray:
+        """Return the number of the first element that lies in this rank's block, or none."""
+        held = self.grid.block(self.layout, self.whole)
+        if not all(held[d] for d in self.dims):
+            return np.zeros(0, np.int64)
+        return np.array([np.ravel_multi_index([held[d].start for d in self.dims], self.shape)])
+
     def _indices(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         if len(self.dims) == 1:
             return (numbers,)
@@ -195,7 +202,7 @@ def imagined_requests(
     """Return the numbers of this rank's elements that each rank among `owners.axes` asks for, if ranks are imagined.
 
     An index that all ranks have tells what they ask for.  Of a distributed one only this rank's part is known: each
-    rank is taken to ask for those of this rank's elements that this rank asks for.
+    rank is taken to ask this rank for as many elements as this rank asks of it.
 
     Parameters
     ----------
@@ -208,7 +215,9 @@ def imagined_requests(
     """
     grid, comm = owners.grid, owners.grid.comm(owners.axes)
     if any(isinstance(each, DistArray) for each in arrays):
-        found = [numbers[owners.split(numbers) == comm.rank]] * comm.size
+        owner = owners.split(numbers)
+        here = numbers[owner == comm.rank] if (owner == comm.rank).any() else owners.first()
+        found = [np.resize(here, n if here.size else 0) for n in np.bincount(owner, minlength=comm.size)]
     else:
         every = numbered(owners, arrays, Layout(*[None] * len(shape)), shape, looked_up=False)
         here = np.flatnonzero(owners.split(every) == comm.rank)

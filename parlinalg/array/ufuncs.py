@@ -251,6 +251,8 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0 and not np.ma.isMaskedArray(value):
         return value.dtype.type(value[()])
+    if not has_values(value) and value.ndim == 0:  # a number of an imagined array
+        return value
     if hasattr(value, "shape") and not isinstance(value, type):
         raise TypeError(
             f"{name}: an array of shape {value.shape} of this rank alone meets a DistArray; distribute it first: "

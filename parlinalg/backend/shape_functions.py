@@ -557,6 +557,22 @@ class Namespace:
         self._device.kernel("histogram", a.nbytes, a.size, a.dtype)
         return ShapeArray(self._device, count, np.int64 if weights is None else weights.dtype), bins
 
+    def histogram2d(
+        self, x: Any, y: Any, bins: Any = 10, range: Any = None, density: Any = None, weights: Any = None
+    ) -> Any:
+        if not lack_values((x, y, bins, weights)):
+            return np.histogram2d(x, y, bins, range, density, weights)
+        pair = bins if isinstance(bins, (tuple, list)) and len(bins) == 2 else (bins, bins)
+        shape = [len(each) - 1 if _shape(each) else int(each) for each in pair]
+        self._device.kernel("histogram2d", 2 * x.nbytes, x.size, x.dtype)
+        return ShapeArray(self._device, shape, np.float64), *pair
+
+    def interp(self, x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None) -> Any:
+        if not lack_values((x, xp, fp)):
+            return np.interp(x, xp, fp, left, right, period)
+        kind = np.complex128 if np.dtype(getattr(fp, "dtype", float)).kind == "c" else np.float64
+        return self._device.made(_shape(x), kind, "interp")
+
     def nan_to_num(self, a: Any, copy: bool = True, **_: Any) -> Any:
         return self.clip(a, out=None if copy else a)
 

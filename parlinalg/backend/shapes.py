@@ -615,15 +615,23 @@ class ShapeArray(NDArrayOperatorsMixin):
 
     # -------------------------------------------------------------------------------------- NumPy's protocols
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(hasattr(v, "__array_ufunc__") and not isinstance(v, _ARRAYS) for v in inputs):
+            return NotImplemented  # a distributed array decides
         out = kwargs.get("out")
         if isinstance(out, tuple) and len(out) == 1:
             kwargs["out"] = out[0]
         return self.device.xp._ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not all(issubclass(t, _ARRAYS) for t in types):
+            return NotImplemented
         module = function.__module__.removeprefix("numpy").lstrip(".")
         where = getattr(self.device.xp, module) if module in ("linalg", "fft") else self.device.xp
         return getattr(where, function.__name__)(*args, **kwargs)
+
+
+_ARRAYS = (ShapeArray, np.ndarray, np.generic)
+"""The arrays and numbers of one rank."""
 
 
 def _method(name: str) -> Any:

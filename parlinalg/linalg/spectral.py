@@ -710,9 +710,11 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
 def _near_one(x: DistArray) -> DistArray:
     """Return matrices, times powers of two if squares of their largest elements would leave the range."""
     values = getattr(x, "data", x)  # those of a tensor
-    if not values.grid.backend.values or x.dtype.kind not in "fc":
+    if x.dtype.kind not in "fc":
         return x
     sizes = abs(values).max(axis=(-2, -1), keepdims=True)
+    if not values.grid.backend.values:  # imagined elements are of size one
+        return x
     units = kernels.units(kernels.to_host(sizes.block), squares=True)
     if x.ndim == 2 and (units == 1).all():
         return x

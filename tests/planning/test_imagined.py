@@ -321,6 +321,65 @@ def test_distributed_indices_choose_elements_on_every_imagined_rank():
             a[back, 0] = 1.0
 
 
+@pytest.mark.ranks(1, 4)
+def test_ledgers_of_distributed_indices_that_ranks_ask_alike_are_those_of_real_ranks(world):
+    """As many elements are taken to be asked of a rank as it asks of each: of its own rows, of those of another."""
+
+    def program(grid):
+        a, cut = pla.zeros((48, 37), grid, pla.Layout("r", None)), pla.Layout("r")
+        for index in (np.arange(48), np.arange(48)[::-1], np.arange(48) * 11 % 48):
+            pla.exp(a[pla.distribute(index, grid, cut)])
+            a[pla.distribute(index, grid, cut), 3] = 2.0
+        pla.exp(pla.repeat(a, 3, axis=0))
+
+    both(world, {"r": world.size}, program)
+
+
+@pytest.mark.ranks(1, 4)
+def test_ledgers_of_numbers_that_meet_arrays_are_those_of_real_ranks(world):
+    """Numbers of arrays that a rank has whole, left and right of distributed ones, and functions of such arrays."""
+
+    def program(grid):
+        v = pla.random.normal((31,), grid, pla.Layout("r"), seed=1)
+        x, line, first = v[:, None] + v, np.linspace(-1, 1, 9), v.gather()[0]
+        assert first.shape == ()
+        for found in (first * x, x / first, pla.sum(v).gather() * x, pla.maximum(first, x), first > x):
+            assert isinstance(found, pla.DistArray)
+            assert found.shape == (31, 31)
+        y = first * pla.Tensor(x) + first
+        assert y.layout == x.layout
+        pla.sum(np.polyval(v.gather()[:4], x) + np.polyval(v[:4], x) + pla.interp(x, line, line))
+        pla.sum(pla.histogram2d(v, v, bins=4, range=[[-1, 1], [-2, 2]])[0])
+        with pytest.raises(TypeError, match="of this rank alone"):
+            v.gather() * v
+
+    both(world, {"r": world.size}, program, what_if=pla.WhatIf())
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ["ones", "full", "ones_like", "eye", "linspace", "arange", "from_function"])
+def test_arrays_without_values_take_no_memory(name):
+    with pla.imagine(4, 1):
+        grid, layout = pla.Grid({"r": 4}), pla.Layout("r", None)
+        where = {"grid": grid, "layout": layout}
+        one = {"grid": grid, "layout": pla.Layout("r")}
+        make = {
+            "ones": lambda: pla.ones((20_000, 5000), **where),
+            "full": lambda: pla.full((20_000, 5000), 2.5, **where),
+            "ones_like": lambda: pla.ones_like(pla.zeros((20_000, 5000), **where)),
+            "eye": lambda: pla.eye(10_000, **where),
+            "linspace": lambda: pla.linspace(0, 1, 10**8, **one),
+            "arange": lambda: pla.arange(10**8, **one),
+            "from_function": lambda: pla.from_function(lambda i, j: i + j, (20_000, 5000), **where, dtype="float64"),
+        }[name]
+        tracemalloc.start()
+        try:
+            assert make().block.nbytes >= 2 * 10**8
+            assert tracemalloc.get_traced_memory()[1] < 10**7
+        finally:
+            tracemalloc.stop()
+
+
 # ------------------------------------------------------------------ memory and traces
 
 

@@ -135,6 +135,8 @@ def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, alone, defl
         linalg.svdvals(r.mT)
         linalg.pinv(r)
         linalg.matrix_rank(a[:, :20])
+        linalg.cond(r)
+        linalg.cond(a, 1)
         linalg.eigh(pla.distribute(np.stack([dense[:9, :9]] * 5), grid))
 
     monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)

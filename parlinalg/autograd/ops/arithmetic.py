@@ -16,6 +16,7 @@ from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.shapes import ShapeArray
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -29,7 +30,7 @@ def operand(value: Any, name: str) -> Tensor | Scalar:
         return as_tensor(value)
     if isinstance(value, int | float | complex) and not isinstance(value, np.generic):
         return value
-    if isinstance(value, np.generic | np.ndarray) and not value.ndim and value.dtype.kind in "biufc":
+    if isinstance(value, np.generic | np.ndarray | ShapeArray) and not value.ndim and value.dtype.kind in "biufc":
         return value.item()
     raise TypeError(
         f"{name}: a tensor takes tensors, DistArrays and numbers, not {type(value).__name__}; an array of this "
