@@ -113,6 +113,7 @@ def half_rank(n):
     return rng.uniform(-1, 1, (n, n // 2)) @ rng.uniform(-1, 1, (n // 2, n))
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("name", [*OTHERS, *BEYOND])
 def test_memory_of_other_functions(make_grid, world, name):
@@ -130,6 +131,7 @@ def test_memory_of_other_functions(make_grid, world, name):
     assert ratio < bounds[world.size > 1], ratio
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("shape", [(1024, 1024), (1100, 900), (900, 1100)], ids=str)
