@@ -18,7 +18,7 @@ from parlinalg.backend import kernels
 from parlinalg.backend.numpy import NUMPY
 from parlinalg.cli import doctor
 from parlinalg.comm import Comm
-from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.errors import ConfigError, OffloadError, counted
 from parlinalg.planning import kernel_rates, link_times, measure
 from parlinalg.planning.machine import OPERATIONS, STEPS, GemmRate, load_machine, machine_text, parse_machine
 
@@ -396,7 +396,7 @@ def test_a_disk_is_measured(world, mpi_tmp_path: Path, monkeypatch: pytest.Monke
     assert found.read > 1e4
     assert found.write > 1e4
     assert found.size > 1 << 20
-    assert f"on {world.size} ranks at once" in found.source
+    assert f"on {counted(world.size, 'rank')} at once" in found.source
     assert not list(mpi_tmp_path.iterdir())
     laptop = replace(load_machine("laptop"), disk=found)
     assert parse_machine(machine_text(laptop)).disk.size == found.size
