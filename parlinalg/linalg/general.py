@@ -113,7 +113,7 @@ def schur(a: DistArray, output: str = "real") -> SchurResult:
     LinAlgError
         If the QR iteration does not converge.
     """
-    if output not in ("real", "complex"):
+    if not isinstance(output, str) or output not in ("real", "complex"):
         raise ValueError(f"schur: output is 'real' or 'complex', not {output!r}")
     a = as_matrix(a, "schur", square=True)
     if output == "complex" and a.dtype.kind != "c":

@@ -599,6 +599,7 @@ def test_arrays_given_as_flags(grid):
         "cg: pipelined": lambda f: linalg.cg(a, b, pipelined=f),
         "cholesky: upper": lambda f: linalg.cholesky(a, upper=f),
         "eigsh: return_eigenvectors": lambda f: linalg.eigsh(a, 2, return_eigenvectors=f),
+        "hessenberg: calc_q": lambda f: linalg.hessenberg(a, f),
         "lobpcg: largest": lambda f: linalg.lobpcg(a, a[:, :1], largest=f),
         "lstsq: refine": lambda f: linalg.lstsq(a, b, refine=f),
         "solve: refine": lambda f: linalg.solve(a, b, refine=f),
@@ -661,6 +662,7 @@ def test_arrays_given_as_words_or_orders(grid):
     a, odd = placed(grid, np.eye(4)), pla.ones(3, grid)
     for what, call in {
         "qr: mode is": lambda: linalg.qr(a, mode=odd), "polar: side is": lambda: linalg.polar(a, odd),
+        "schur: output is": lambda: linalg.schur(a, odd),
         "UPLO argument must be": lambda: np.linalg.eigh(a, odd), "norm: ord is": lambda: linalg.norm(a, odd),
         "norm: ord": lambda: np.linalg.norm(a, np.ones(2)),
         "matrix_norm: ord is": lambda: linalg.matrix_norm(a, ord=odd),
