@@ -175,7 +175,7 @@ class _Block(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What a merge makes the vectors of one side of.
+    """The singular vectors of one side that a merge makes, as what they are computed from.
 
     Attributes
     ----------
