@@ -99,6 +99,27 @@ NEOX = (
 )
 """Black et al. 2022: 150,000 steps in 1,830 hours; configs/20B.yml.  Its blocks are parallel, the library's are not."""
 
+OPT = Run(12288, 96, 96, 992, 992, 8, microbatch=8, vocabulary=50272, zero=3, recompute="block")
+GLM = Run(
+    12288, 70, 96, 768, 4224, 4, 8, vocabulary=150528, zero=1, recompute="block", kv_heads=96, intermediate=32768
+)  # fmt: skip
+LARGE = (
+    Published("OPT-175B on 992", OPT, OPT.flops / (992 * 147e12)),
+    Published("GLM-130B on 768", GLM, GLM.flops / (768 * 0.433 * 312e12)),
+)
+"""Zhang et al. 2022: FSDP beside 8 tensor ranks, 2M tokens a step, up to 147 teraFLOP/s a GPU.  Zeng et al. 2022: A100
+40GB, 43.3% of 312 teraFLOP/s with what is recomputed.  By Narayanan's count of operations; what rests on FSDP's shards
+between the passes is assumed."""
+
+LLAMA_65B = (
+    Published(
+        "LLaMA 65B on 2,048",
+        Run(8192, 80, 64, 2048, 2048, 8, vocabulary=32000, cuts=True, zero=1, dtype="bfloat16", dropout=0.0,
+            kv_heads=64, intermediate=22016), 2048 / 380,
+    ),
+)  # fmt: skip
+"""Touvron et al. 2023: 380 tokens a second of an A100 80GB, 4M tokens a step; the split is assumed."""
+
 
 def _deepspeed(zero: int, microbatch: int, batch: int, rate: float, again: bool) -> Published:
     """Return a row of 8 GPUs, from sequences a second of all."""
@@ -261,9 +282,9 @@ def with_interfaces(name: str, count: int, bandwidth: float, **more: Any) -> Mac
     return replace(machine, network=network, **more)
 
 
-def a100_40gb() -> Machine:
-    """Return nodes of 8 A100s of 40 GB, whose memory has 1,555 GB/s, with 4 interfaces of 200 Gbit/s."""
-    machine = with_interfaces("a100", 4, 2.5e10, memory=40 * 10**9)
+def a100_40gb(interfaces: int = 4) -> Machine:
+    """Return nodes of 8 A100s of 40 GB, whose memory has 1,555 GB/s, with so many interfaces of 200 Gbit/s."""
+    machine = with_interfaces("a100", interfaces, 2.5e10, memory=40 * 10**9)
     return replace(machine, kernels=replace(machine.kernels, bandwidth=0.64 * 1.555e12))
 
 
@@ -291,6 +312,11 @@ def four_h200() -> Machine:
     kernels = replace(machine.kernels, bandwidth=0.64 * 4.8e12)
     node = replace(machine.node, rails=4, all_reduce=load_machine("a100").node.all_reduce)
     return replace(machine, kernels=kernels, node=node)
+
+
+def large_machines() -> list[Machine]:
+    """Return the machine of each row of `LARGE`."""
+    return [load_machine("a100"), a100_40gb(8)]
 
 
 def flagperf_machines() -> list[Machine]:

@@ -278,6 +278,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "nanotron": lambda: steps(more.NANOTRON, load_machine("h100"), FUSED),
     "deepspeed": lambda: steps(more.DEEPSPEED, more.slower_links("a100", 2 / 3), FUSED),
     "neox": lambda: steps(more.NEOX, more.a100_40gb(), MEGATRON),
+    "large": lambda: steps(more.LARGE, more.large_machines(), MEGATRON),
+    "llama_65b": lambda: steps(more.LLAMA_65B, load_machine("a100"), FUSED),
     "oneflow": lambda: steps(more.ONEFLOW, more.v100_16gb(), MEGATRON),
     "v100": lambda: claims(of_four("v100"), "float16"),
     "a100": lambda: claims(of_four("a100"), "float32"),
@@ -317,6 +319,8 @@ STANDING: dict[str, tuple[str, str, str]] = {
     "nanotron": ("nanotron, 2024", "H100", FUSED),
     "deepspeed": ("DeepSpeed and Transformers, 2024", "A800", FUSED),
     "neox": ("GPT-NeoX-20B, 2022", "A100 40GB", MEGATRON),
+    "large": ("OPT-175B and GLM-130B, 2022", "A100", MEGATRON),
+    "llama_65b": ("Meta, LLaMA 65B, 2023", "A100", FUSED),
     "oneflow": ("OneFlow, 2021", "V100", MEGATRON),
 }
 """The published tables: the system, its GPUs, and the column that stands for it by the kernels of its time."""
