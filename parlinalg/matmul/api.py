@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.align import broadcast_shape, is_explicit
-from parlinalg.array.core import mismatch, same_grid
+from parlinalg.array.core import delivered, mismatch, same_grid
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import broadcast_to
 from parlinalg.array.ufuncs import PRODUCT
@@ -27,7 +27,7 @@ def matmul(
     a: DistArray, b: DistArray, *, plan: Plan | None = None, alpha: complex = 1, beta: complex = 0,
     out: DistArray | None = None, layout: Layout | None = None, memory: int | str | None = None,
 ) -> DistArray:  # fmt: skip
-    """Return `alpha a @ b + beta out`, with NumPy's rules for shapes.
+    """Return `alpha a @ b + beta out`, with NumPy's rules for shapes; of two boolean arrays, where a sum is not 0.
 
     Parameters
     ----------
@@ -73,7 +73,10 @@ def matmul(
             lead = broadcast_shape([a.shape[:-2], b.shape[:-2]], "matmul")
             a, b = broadcast_to(a, (*lead, *a.shape[-2:])), broadcast_to(b, (*lead, *b.shape[-2:]))
     if a.dtype.kind == b.dtype.kind == "b":
-        raise TypeError("matmul: a product of two boolean arrays has no sum over ranks; make one .astype(np.int64)")
+        if alpha != 1 or beta:
+            raise TypeError("matmul: alpha and beta are for numbers, not for a product of two boolean arrays")
+        counts = matmul(a.astype(np.float32), b.astype(np.float32), plan=plan, layout=layout, memory=memory)
+        return delivered(counts != 0, out, "matmul")
     if beta and out is None:
         raise ValueError(f"matmul: beta = {beta} needs out=, the array it multiplies")
     if out is not None:

@@ -28,6 +28,9 @@ Block = Any
 T = TypeVar("T")
 MIB = 1 << 20
 FIRST_BUCKET, BUCKET = MIB, 25 * MIB  # bytes from which a bucket is full, the first one early
+SHARE, MOST_SHARES = MIB, 256
+"""Bytes in a bucket for each of the ranks that sum it, and of how many of them at the most: a ring of p ranks takes the
+latency of p - 1 messages for a bucket, whatever its size."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -190,12 +193,12 @@ def floats(dtype: Any) -> np.dtype[Any]:
 
 
 def in_order(
-    items: Sequence[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], first: int, limit: int
+    items: Sequence[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], first: int, limit: Callable[[T], int]
 ) -> Iterator[list[T]]:
     """Yield the items of each bucket: those with one key, in their order, until they have so many bytes.  Pure.
 
-    The first bucket of each key is full from `first` bytes on, the others from `limit`.  Buckets come in the order in
-    which their last items do.
+    The first bucket of each key is full from `first` bytes on, the others from `limit` of their items, which is the
+    same for all of a key.  Buckets come in the order in which their last items do.
     """
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -205,7 +208,7 @@ def in_order(
         k = key(item)
         open_.setdefault(k, []).append(i)
         bytes_in[k] = bytes_in.get(k, 0) + nbytes(item)
-        if bytes_in[k] >= (limit if filled.get(k) else first):
+        if bytes_in[k] >= (limit(item) if filled.get(k) else first):
             found.append(open_.pop(k))
             filled[k] = filled.get(k, 0) + 1
             bytes_in[k] = 0
@@ -248,6 +251,8 @@ class Load(NamedTuple):
         The gradients, wherever they stay.
     most : int
         `most_in_flight` of the dtype that they travel in.
+    full : int
+        From how many bytes on a bucket of this kind is full, if it is not the first.
     """
 
     kind: Hashable
@@ -258,6 +263,27 @@ class Load(NamedTuple):
     after: int = 0
     nbytes: int = 0
     most: int = MOST_IN_FLIGHT
+    full: int = BUCKET
+
+
+def summed(layout: Layout, policy: ReductionPolicy, sizes: Mapping[str, int]) -> list[str]:
+    """Return the axes over which the gradient of a parameter in this layout may be a sum: those that do not cut it."""
+    return [a for a, size in sizes.items() if size > 1 and (a in policy.scatter or layout.where(a) is None)]
+
+
+def full_from(layout: Layout, policy: ReductionPolicy, sizes: Mapping[str, int]) -> int:
+    """Return from how many bytes on a bucket of parameters in this layout is full, if it is not the first.  Pure.
+
+    Examples
+    --------
+    >>> from parlinalg.parallel.handlers import policy_of
+    >>> sizes = {"data": 128, "tensor": 8}
+    >>> cut, whole = Layout(None, "tensor"), Layout(None, None)
+    >>> [full_from(each, policy_of((), "w", each, sizes), sizes) // MIB for each in (cut, whole)]
+    [128, 256]
+    """
+    ranks = math.prod(sizes[a] for a in summed(layout, policy, sizes))
+    return max(BUCKET, min(ranks, MOST_SHARES) * SHARE)
 
 
 def bucket_load(
@@ -266,19 +292,20 @@ def bucket_load(
     """Return the bytes of a bucket of parameters whose gradients travel in a dtype, by default their own."""
     first, n = group[0], sum(int(p.block.size) for p in group)
     sizes, scatter = first.grid.sizes, policy.scatter
-    others = [a for a, size in sizes.items() if size > 1 and first.layout.where(a) is None and a not in scatter]
-    nbytes = n * first.dtype.itemsize
+    others = [a for a in summed(first.layout, policy, sizes) if a not in scatter]
+    nbytes, full = n * first.dtype.itemsize, full_from(first.layout, policy, sizes)
     if not scatter and not others:
-        return Load(kind, nbytes=nbytes)
+        return Load(kind, nbytes=nbytes, full=full)
     dtype = first.dtype if travels is None else travels
     cast, most = dtype != first.dtype, most_in_flight(dtype)
     if not scatter:
-        return Load(kind, work=dtype.itemsize * (cast * n + reduction_work(n, dtype)), nbytes=nbytes, most=most)
+        work = dtype.itemsize * (cast * n + reduction_work(n, dtype))
+        return Load(kind, work=work, nbytes=nbytes, most=most, full=full)
     whole = nbytes if policy.stage >= 2 else 0
     part = dtype.itemsize * -(-n // math.prod(sizes[a] for a in scatter))
     work = dtype.itemsize * (cast * n + reduction_work(n, dtype, scatter=True)) + (0 if others else part)
     kept, transient = (whole, 0) if policy.keeps else (0, whole)
-    return Load(kind, kept, transient, cast, work, part if others else 0, nbytes, most)
+    return Load(kind, kept, transient, cast, work, part if others else 0, nbytes, most, full)
 
 
 def transient_bytes(loads: Iterable[Load]) -> int:
@@ -296,7 +323,9 @@ def transient_bytes(loads: Iterable[Load]) -> int:
     return sum(transient) + sum(work) + sum(one.kept + one.after for one in each)
 
 
-def bytes_in_buckets(layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET, limit: int = BUCKET) -> list[int]:
+def bytes_in_buckets(
+    layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET, limit: int | None = None
+) -> list[int]:
     """Return the most bytes of gradients in buckets, and of their sums, while those of each layer arrive.  Pure.
 
     Parameters
@@ -304,7 +333,7 @@ def bytes_in_buckets(layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET
     layers : sequence of sequence of Load
         In the order of the backward pass, each gradient's, whose sums are formed in this pass.
     first, limit : int
-        As of `in_order`.
+        From how many bytes on the first bucket of a kind is full, and the others, by default from those of the loads.
 
     Examples
     --------
@@ -314,7 +343,9 @@ def bytes_in_buckets(layers: Sequence[Sequence[Load]], first: int = FIRST_BUCKET
     """
     arriving = [(i, load) for i, loads in enumerate(layers) for load in loads]
     order = list(range(len(arriving)))
-    groups = list(in_order(order, lambda n: arriving[n][1].kind, lambda n: arriving[n][1].nbytes, first, limit))
+    each = [load for _, load in arriving]
+    full = [load.full if limit is None else limit for load in each]
+    groups = list(in_order(order, lambda n: each[n].kind, lambda n: each[n].nbytes, first, full.__getitem__))
     bucket_of = {n: b for b, group in enumerate(groups) for n in group}
     sizes = [sum(arriving[n][1].transient for n in group) for group in groups]
     work = [sum(arriving[n][1].work for n in group) for group in groups]

@@ -20,7 +20,7 @@ from parlinalg.layout import Cut, Layout, index_of, piece, span_of
 from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import BUFFER, master_dtype, states_of
-from parlinalg.parallel.buckets import MIB, in_order
+from parlinalg.parallel.buckets import MIB, full_from, in_order
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.handlers import Handler, ReductionPolicy, policy_of
 from parlinalg.parallel.reducer import GradientReducer, replaceable
@@ -142,7 +142,7 @@ def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory 
     mine["transient"] = bucketed + sum(g.transient_bytes for g in gatherers.values())
     settled = sum(r.transient_bytes for r in reducers.values() if replaceable(r))
     mine["transient_buckets"] = max(0, settled - 3 * mine["largest"] // 4)  # one gradient's sum in 16 bits remains
-    bucket = max((r.limits[1] for r in reducers.values()), default=0) + mine["largest"]
+    bucket = max((r.full_from(p) for r in reducers.values() for p in r.parameters), default=0) + mine["largest"]
     mine["first_step"] = min(moves, max(BUFFER, bucket))
     rows = list(mine.values())
     for comm in worlds(p.grid for p in parameters):
@@ -166,7 +166,7 @@ class Described(Protocol):
 def table(
     parameters: Iterable[Described], handlers: Sequence[Handler] = (), *, states: int = 2, master: Any = False,
     sizes: Mapping[str, int] | None = None, coords: Mapping[str, int] | None = None, first_bucket: int = MIB,
-    bucket: int = 25 * MIB,
+    bucket: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Return the bytes at rest on one rank: of the values, the gradients and the optimizer's states of its parts.
 
@@ -186,7 +186,7 @@ def table(
         As of `Optimizer`.
     sizes, coords : dict of str to int, optional
         The grid's axes and this rank's place on them; by default those of the parameters' grid.
-    first_bucket, bucket : int
+    first_bucket, bucket : int, optional
         As of `GradientReducer`: parts are of buckets, so the exact bytes depend on them.
 
     Returns
@@ -214,7 +214,10 @@ def table(
     def nbytes(p: Described) -> int:
         return most_bytes(p.layout, tuple(p.shape), sizes, np.dtype(p.dtype).itemsize)
 
-    grouped = in_order(arrays[::-1], key, nbytes, first_bucket, bucket)
+    def limit(p: Described) -> int:
+        return full_from(p.layout, policy(p), sizes) if bucket is None else bucket
+
+    grouped = in_order(arrays[::-1], key, nbytes, first_bucket, limit)
     for group in grouped:
         dtype, how, n = np.dtype(group[0].dtype), policy(group[0]), sum(map(elements, group))
         axes = how.scatter

@@ -23,13 +23,13 @@ from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, copy_or_add
 from parlinalg.parallel.buckets import (
-    BUCKET,
     FIRST_BUCKET,
     Bucket,
     Load,
     Slot,
     bucket_load,
     floats,
+    full_from,
     in_order,
     largest,
     most_in_flight,
@@ -67,8 +67,10 @@ class GradientReducer:
         They take this reducer as theirs.
     handlers : sequence of DataParallel, SequenceParallel, SharedParameters or ZeRO
         Axes that none of them names are all-reduced.
-    first_bucket, bucket : int
-        Bytes of the first bucket, small so that communication starts early, and of the others.
+    first_bucket : int
+        Bytes of the first bucket, small so that communication starts early.
+    bucket : int, optional
+        Bytes of the others.  By default 25 MiB, or 1 MiB for each of the ranks that sum it, but at most 256 MiB.
     dtype : dtype or str, optional
         What gradients travel in: "float16", "bfloat16", "float32" or "float64"; by default their own dtype.  Sums of 16
         bits are formed in 32.
@@ -95,12 +97,12 @@ class GradientReducer:
 
     def __init__(
         self, parameters: Iterable[Parameter], handlers: Iterable[Handler] | None = None,
-        first_bucket: int = FIRST_BUCKET, bucket: int = BUCKET, dtype: Any = None,
+        first_bucket: int = FIRST_BUCKET, bucket: int | None = None, dtype: Any = None,
         chunks: Iterable[Iterable[Parameter]] = (),
     ) -> None:  # fmt: skip
         self.parameters = [p for p in distinct(parameters) if p.requires_grad]
         self.handlers = tuple(handlers or ())
-        self.limits = (first_bucket, bucket)
+        self._first, self._limit = first_bucket, bucket
         self.dtype = None if dtype is None else floats(dtype)
         for grid in {id(p.grid): p.grid for p in self.parameters}.values():
             check(self.handlers, grid.sizes)
@@ -140,6 +142,12 @@ class GradientReducer:
         if self._values is not None:
             self._values.leave()
 
+    def full_from(self, parameter: Parameter) -> int:
+        """Return from how many bytes on a bucket with this parameter is full, if it is not the first of its kind."""
+        if self._limit is not None:
+            return self._limit
+        return full_from(parameter.layout, self._policies[id(parameter)], parameter.grid.sizes)
+
     @property
     def transient_bytes(self) -> int:
         """The most bytes that a pass holds beside values and gradients as they are between steps."""
@@ -148,7 +156,7 @@ class GradientReducer:
             return self._key(p), p.layout.cut_axes
 
         loads: list[tuple[tuple[int, ...], Load]] = []
-        for group in in_order(self.parameters[::-1], key, largest, *self.limits):
+        for group in in_order(self.parameters[::-1], key, largest, self._first, self.full_from):
             first = group[0]
             load = bucket_load(key(first), group, self._policies[id(first)], self.dtype)
             loads.append((self._chunks.get(id(first), ()), load))
@@ -402,7 +410,7 @@ class GradientReducer:
         order = (*self._arrived.values(), *(p for p in reversed(self.parameters) if id(p) not in self._arrived))
         self._slots, self.buckets = {}, []
         pools: dict[tuple[int, str], list[Block]] = {}
-        for group in in_order(order, self._key, largest, *self.limits):
+        for group in in_order(order, self._key, largest, self._first, self.full_from):
             grid, dtype = group[0].grid, group[0].dtype
             axes = () if self._scatters else self._axes.get(id(group[0]), ())
             pool = pools.setdefault((id(grid), dtype.str), [])
