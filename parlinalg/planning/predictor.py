@@ -463,12 +463,14 @@ class Predictor:
         """Return what a candidate without a pipeline takes: equal microbatches repeat."""
         passes = part.span("forward"), part.span("backward")
         run = self.model.timed(part.span("end") if c.microbatches == 1 else part.trace)
-        seconds = run.seconds
-        if c.microbatches > 1:
-            one = self.model.seconds(part, "forward") + self.model.seconds(part, "backward")
-            seconds += (c.microbatches - 2) * one
+        seconds, spent = run.seconds, dict(run.causes[run.slowest])
+        for trace in passes if c.microbatches > 2 else ():
+            again = self.model.timed(trace)
+            seconds += (c.microbatches - 2) * again.seconds
+            for cause, each in again.causes[again.slowest].items():
+                spent[cause] = spent.get(cause, 0.0) + (c.microbatches - 2) * each
         moved = self._moved([(c.microbatches - 1, _starts(*passes)), (1, _starts(part.span("end")))])
-        return self._planned(c, seconds, held, moved, 0.0, dict(run.shares()))
+        return self._planned(c, seconds, held, moved, 0.0, _shares(spent, seconds))
 
     def _full_in_pipeline(
         self, c: Candidate, spec: MeshSpec, schedule: Schedule, parts: Sequence[Part], held: Held

@@ -1139,6 +1139,16 @@ def test_layers_beside_each_other_are_gathered(layers, microbatches, recompute):
     assert predictor.estimate(c).bytes == pytest.approx(predictor.full(c).bytes, rel=0.03)
 
 
+def test_causes_count_every_microbatch():
+    """Values are gathered once a step, whatever its microbatches, and the shares of all causes make the whole."""
+    predictor = _predictor({"name": "gpt", **DEEP}, 2, batch=32, data={"name": "text", "sequence_length": 64})
+    few, many = (predictor.full(replace(_candidate(2, zero=1, microbatches=n), recompute=None)) for n in (4, 16))
+    for p in (few, many):
+        assert sum(p.causes.values()) == pytest.approx(1, rel=1e-6)
+    cause = "all-gathers over axis data"
+    assert many.causes[cause] * many.seconds == pytest.approx(few.causes[cause] * few.seconds, rel=0.02)
+
+
 def test_passes_that_may_follow_a_stage():
     """A rank of 1F1B passes back through its stage twice in a row at the end, the last one never; Chimera's ranks pass
     back through the other one's stage."""
