@@ -325,8 +325,9 @@ STANDING: dict[str, tuple[str, str, str]] = {
 }
 """The published tables: the system, its GPUs, and the column that stands for it by the kernels of its time."""
 BLIND = tuple(STANDING)[tuple(STANDING).index("grok") + 1 :]
-"""Tables whose rows, with their column, were written down before any of them was predicted.  Grok-1's and LLaMA's were such
-tables, but what is kept are predictions after mends that they led to."""
+"""Tables whose rows, with their column, were written down before any of them was predicted.
+
+So were those of Grok-1 and LLaMA 65B, but what is kept of them was predicted after mends that they led to."""
 
 
 def errors(table: str, column: str) -> list[float]:
@@ -464,12 +465,13 @@ States on a disk are not compared: what reads or writes files is not imagined.
 
 ## How far to trust a prediction of a published step
 
-Each row is a table below, by the column that stands for its system: with Megatron-LM's kernels before 2023, with fused
-attention since. Errors are of the seconds of a step; "too fast" counts the rows whose step was predicted shorter than
-published. Rows of tables with * were written down, with all that was assumed and with this column, before any of them
-was predicted, and no figure or rule was changed by what came out. What the others were chosen or mended with is told at
-each; Grok-1, first 70 to 76% too slow, and LLaMA 65B, first 22% too slow, were among those with *, and each showed a fault
-of the library that is mended. With the second mend, larger buckets, all tables were predicted again on 2026-11-30.
+Each row is a table below, by the column that stands for its system: with Megatron-LM's kernels before 2023, with
+fused attention since. Errors are of the seconds of a step; "too fast" counts the rows whose step was predicted
+shorter than published. Rows of tables with * were written down, with all that was assumed and with this column,
+before any of them was predicted, and no figure or rule was changed by what came out. What the others were chosen or
+mended with is told at each; Grok-1, first 70 to 76% too slow, and LLaMA 65B, first 22% too slow, were among those
+with *, and each showed a fault of the library that is mended. With the second mend, larger buckets, all tables were
+predicted again on 2026-11-30.
 
 {trust}
 
@@ -896,20 +898,21 @@ Too fast, as all of DeepSpeed's pipelines (BLOOM, MT-NLG); 1,830 hours have also
 
 ### OPT-175B, GLM-130B and LLaMA 65B on A100s
 
-One published run each: OPT-175B (Zhang et al. 2022, 992 GPUs, FSDP beside 8 tensor ranks, microbatches of 8, "up to 147
-teraFLOP/s"), GLM-130B (Zeng et al. 2022, 768 GPUs of 40 GB, 4 tensor × 8 pipeline ranks, 4,224 sequences, 43.3% of the
-GPUs' peak with what is recomputed) and LLaMA 65B (Touvron et al. 2023, 2,048 GPUs, 380 tokens a second a GPU). The first
-two are seconds by Narayanan's count of operations; blocks are recomputed. GLM's blocks are here a Llama's of its size.
-LLaMA's split is not published: 8 tensor ranks with sequence cuts × 256 data ranks and ZeRO 1 are assumed.
+One published run each: OPT-175B (Zhang et al. 2022, 992 GPUs, FSDP beside 8 tensor ranks, microbatches of 8, "up to
+147 teraFLOP/s"), GLM-130B (Zeng et al. 2022, 768 GPUs of 40 GB, 4 tensor × 8 pipeline ranks, 4,224 sequences, 43.3%
+of the GPUs' peak with what is recomputed) and LLaMA 65B (Touvron et al. 2023, 2,048 GPUs, 380 tokens a second a GPU).
+The first two are seconds by Narayanan's count of operations; blocks are recomputed. GLM's blocks are here a Llama's
+of its size. LLaMA's split is not published: 8 tensor ranks with sequence cuts × 256 data ranks and ZeRO 1 are
+assumed.
 
 {large}
 
 {llama_65b}
 
-LLaMA was predicted 28.8% too slow at first (21.8% with fused attention): gradients and values moved in 430 buckets of 25
-MiB and more, and a ring of 256 ranks takes the latency of 255 messages for each. Since then buckets have 1 MiB for each
-rank that sums them. Of what remains most is that values are gathered at the end of a step, 0.7 s, which Megatron-LM
-and FSDP hide behind the next forward pass and the library does not.
+LLaMA was predicted 28.8% too slow at first (21.8% with fused attention): gradients and values moved in 430 buckets of
+25 MiB and more, and a ring of 256 ranks takes the latency of 255 messages for each. Since then buckets have 1 MiB for
+each rank that sums them. Of what remains most is that values are gathered at the end of a step, 0.7 s, which
+Megatron-LM and FSDP hide behind the next forward pass and the library does not.
 
 ### OneFlow on V100s
 
