@@ -504,6 +504,55 @@ def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), tiles.grid)
 
 
+def solved_by_bidiagonal(n: int, grid: Grid) -> bool:
+    """Return True if all ranks make a matrix [n, n] bidiagonal for its `svd`, on hosts."""
+    return grid.size > 1 and grid.backend.cpu and not svd_by_one((n, n), grid.sizes)
+
+
+def solution_of_triangle(
+    factor: QRFactor, b: DistArray, counting: Callable[[DistArray], DistArray], name: str, adjoint: bool
+) -> tuple[DistArray, DistArray]:
+    """Return x = R⁺ b, or with `adjoint` (Rᴴ)⁺ b, for R of a QR factorization, and the singular values of R.
+
+    R = Q B Pᴴ is made bidiagonal by all ranks, which carry b along: of its reflections only those of the other side are
+    kept, and of singular vectors none but those of B exist, some at a time.  The tiles of R are lost.
+
+    Parameters
+    ----------
+    b : DistArray [n, k]
+    counting : callable
+        Returns from the singular values, falling, those that count, and zeros in the places of the others.
+    """
+    tiles, n, grid, layout = factor.tiles, factor.shape[1], factor.tiles.grid, factor.layout.with_partial(())
+    deal, k, dtype = workers(tiles), b.shape[1], b.dtype
+    at_work, t = deal.R * deal.C, tiles.grid.backend.to_host(factor.given_up_r())
+    if at_work < grid.size:
+        want = deal.spread(deal.rows(n), deal.columns(n), grid.size)
+        (room,) = rooms_of_few(grid, deal, [want], dtype)
+        t = move(t, tiles.places(factor.tops, factor.columns), want, grid, out=room)
+    scale = scaled(tiles, [t], dtype, name)
+    held = [t]
+    del t
+    whole, none = np.arange(n), np.arange(0)
+    have = [(whole, np.arange(p, k, at_work)) if p < at_work else (none, none) for p in range(grid.size)]
+    sides = tiles.bring_to(b, have, host=True)
+    before, after = ("right", "left") if adjoint else ("left", "right")
+    reduced = Bidiagonal(tiles, deal, held, (n, n), sides=[after], carried=(before, sides))
+
+    def counted_values(values: np.ndarray) -> Any:
+        return counting(distributed(values, Layout(None), grid)).redistribute(Layout(None)).block
+
+    values, z = bidiagonal.solution(reduced, sides, have, counted_values, adjoint)
+    del sides
+    if grid.inside:
+        (reduced.left if adjoint else reduced.right)(z)
+        if scale != 1:
+            with np.errstate(over="ignore"):
+                z *= scale
+    x = tiles.home(z, tiles.rows(n), tiles.columns(k), (n, k), b.layout.with_partial(()))
+    return x, distributed(_unscaled(values, scale), Layout(layout.dims[-1]), grid)
+
+
 def limit_of(s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts; `rtol` is one of `limits`."""
     rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else rtol
