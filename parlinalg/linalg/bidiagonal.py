@@ -15,6 +15,7 @@ import numpy as np
 from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
+from parlinalg.grid import Grid
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import SIDES, STRIP, Strips, bidiagonal_strips, bidiagonal_vectors
 from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles, triangle
@@ -300,7 +301,7 @@ def pseudoinverse(
         return xp.empty((0, 0), dtype)
     rows, columns = tiles.rows(n), tiles.columns(n)
     z: np.ndarray = xp.zeros((len(rows[tiles.i]), len(columns[tiles.j])), dtype)
-    for at in _numbers(found, grid.size):
+    for at in _numbers(found, grid):
         left, right = strips(at)
         right *= found[at]
         if grid.size > 1:
@@ -338,7 +339,7 @@ def solution(
     places = [(rows, np.arange(k)) for rows in every]
     b = move(b, have, places, grid)
     x: np.ndarray = reduced.xp.zeros(b.shape, b.dtype)
-    for at in _numbers(counted, grid.size):
+    for at in _numbers(counted, grid):
         first, last = strips(at)[:: -1 if adjoint else 1]
         parts = reduced.xp.ascontiguousarray(first.T @ b)
         grid.everyone.all_reduce(parts)
@@ -363,10 +364,15 @@ def _strips(reduced: Bidiagonal | BidiagonalOfOne, every: Sequence[np.ndarray]) 
     return values, strips
 
 
-def _numbers(values: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
-    """Yield the places of values that are not 0, some at a time."""
+def assumed_rank(grid: Grid, k: int) -> int:
+    """Return the rank of an imagined matrix of k singular values."""
+    return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
+
+
+def _numbers(values: np.ndarray, grid: Grid) -> Iterator[np.ndarray]:
+    """Yield the places of singular values that are not 0, some at a time."""
     n = len(values)
-    numbers = np.flatnonzero(values) if has_values(values) else np.arange(n)
-    step = max(STRIP // 8, min(STRIP, n // ranks // 8))
+    numbers = np.flatnonzero(values) if has_values(values) else np.arange(assumed_rank(grid, n))
+    step = max(STRIP // 8, min(STRIP, n // grid.size // 8))
     for start in range(0, len(numbers), step):
         yield numbers[start : start + step]

@@ -21,12 +21,12 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
+from parlinalg.linalg.bidiagonal import assumed_rank
 from parlinalg.linalg.factors import QRFactor, by_rows
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_nonfinite, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
-    assumed_rank,
     counted,
     limit_of,
     solution_of_triangle,

@@ -21,7 +21,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne
+from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne, assumed_rank
 from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.divide import SIDES
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
@@ -566,11 +566,6 @@ def counted(count: DistArray, k: int) -> int:
     """Return the number of the k singular values that count; of imagined matrices all, or all but one."""
     found = count.gather()
     return int(found) if count.grid.backend.values else assumed_rank(count.grid, k)
-
-
-def assumed_rank(grid: Grid, k: int) -> int:
-    """Return the rank of an imagined matrix of k singular values."""
-    return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
 
 
 def reciprocals(s: DistArray, kept: DistArray) -> DistArray:
