@@ -12,7 +12,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.create import zeros
-from parlinalg.array.dispatch import of_arrays, primitive
+from parlinalg.array.dispatch import of_arrays, primitive, takes_over
 from parlinalg.array.joining import concatenate, stack
 from parlinalg.array.namespace import isfinite, isnan, tril, where
 from parlinalg.array.shapes import reshape
@@ -25,7 +25,7 @@ from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne, assum
 from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.divide import SIDES
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
+from parlinalg.linalg.factors import LUFactor, QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     NONFINITE,
     LinAlgError,
@@ -731,6 +731,9 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
     else:
         if x.shape[-1] != x.shape[-2]:
             raise LinAlgError(f"cond of order {p!r} takes square matrices, not of shape {x.shape}; order 2 takes any")
+        if x.ndim == 2 and not takes_over(x):
+            found = _by_factors(x, p)
+            return where(isnan(found), found.dtype.type(math.inf), found)
         try:
             inverse = inv(x)
         except LinAlgError:
@@ -741,16 +744,41 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
         with np.errstate(all="ignore"):
             if inverse is None:
                 found = matrix_norm(x, ord=p) * math.inf
-            elif p == "nuc":  # by values whose inverses, beside the largest, are in range where those of x are not
-                s = svdvals(x)
-                largest = s.max(axis=-1, keepdims=True)
-                found = (s / largest).sum(axis=-1) * (largest / s).sum(axis=-1)
+            elif p == "nuc":
+                found = _by_values(x)
             else:
                 found = matrix_norm(x, ord=p) * matrix_norm(inverse, ord=p)
     return where(isnan(found), found.dtype.type(math.inf), found)  # as of zeros
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+def _by_factors(x: DistArray, p: Any) -> DistArray:
+    """Return the condition number of one matrix in a norm of `cond` that takes the inverse, which is never whole."""
+    from parlinalg.linalg import matrix_norm, vector_norm
+
+    with np.errstate(all="ignore"):
+        size = matrix_norm(x, ord=p)
+        factor = LUFactor(x, name="inv")
+        if factor.zero is not None:
+            return size * math.inf
+        if p == "nuc":
+            del factor
+            return _by_values(x)
+        parts = factor.sizes_of_inverse(p)
+        return size * (vector_norm(parts) if p == "fro" else parts.max() if p > 0 else parts.min())
+
+
+def _by_values(x: DistArray) -> DistArray:
+    """Return the condition numbers in the nuclear norm.
+
+    The inverses of singular values, beside the largest, are in range where those of x are not.
+    """
+    s = svdvals(x)
+    largest = s.max(axis=-1, keepdims=True)
+    found: DistArray = (s / largest).sum(axis=-1) * (largest / s).sum(axis=-1)
+    return found
+
+
 def _near_one(x: DistArray) -> DistArray:
     """Return matrices, times powers of two if squares of their largest elements would leave the range."""
     values = getattr(x, "data", x)  # those of a tensor
