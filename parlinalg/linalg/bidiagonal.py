@@ -7,7 +7,7 @@ all-reduces a column.  Divide and conquer gives each rank some rows of the singu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,24 +15,28 @@ import numpy as np
 from parlinalg.backend import blas, memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
+from parlinalg.grid import Grid
 from parlinalg.linalg import kernels
-from parlinalg.linalg.divide import SIDES, STRIP, bidiagonal_strips, bidiagonal_vectors
-from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles
-from parlinalg.linalg.tiles import Deal, Tiles, dealt, indexer, move
+from parlinalg.linalg.divide import SIDES, STRIP, Strips, bidiagonal_strips, bidiagonal_vectors
+from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles, triangle
+from parlinalg.linalg.tiles import Deal, Places, Tiles, dealt, indexer, move
 
 LEAST = 8
 """The fewest columns of a panel."""
+FEWER = 2.0
+"""How many times fewer elements are needed when they are copied, and the others freed, in a reduction with b."""
 TALL = 1.5
 """Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
 
 
-def panel_size(shape: tuple[int, int], ranks: int, keep: bool) -> int:
+def panel_size(shape: tuple[int, int], ranks: int, share: float | None) -> int:
     """Return how many columns of a matrix [m, n] are reduced before the rest is updated, on so many ranks.
 
-    For values alone the vectors of a panel, which every rank has, take at most half of a rank's block, or are few.
+    The vectors of a panel, which every rank has, take at most this `share` of a rank's block, if it is given, or are
+    few.
     """
     (m, n), b = shape, PANEL
-    while not keep and b > LEAST and 4 * b * (m + n) * ranks > m * n:
+    while share is not None and b > LEAST and 2 * b * (m + n) * ranks > share * m * n:
         b //= 2
     return b
 
@@ -52,11 +56,14 @@ class Bidiagonal(Reduction):
         See `Reduction`.
     sides : sequence of {"left", "right"}
         Of which sides reflections are kept, those of Q and of P.
+    carried : (str, array), optional
+        A side, and columns of right-hand sides that a rank at work has whole.  They become Qᴴ b of the "left" side, or
+        Pᴴ b, which needs no reflections to be kept.  Panels are as narrow as for values alone.
     """
 
     def __init__(
         self, tiles: Tiles, workers: Deal, held: list[np.ndarray], shape: tuple[int, int], keep: bool = True,
-        sides: Sequence[str] = SIDES,
+        sides: Sequence[str] = SIDES, carried: tuple[str, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         m, n = self.shape = shape
         a = held.pop()
@@ -65,7 +72,9 @@ class Bidiagonal(Reduction):
         self._kept = dict(zip(sides, self._keepers(workers, *({"left": m, "right": n}[x] for x in sides)), strict=True))
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
-        self.panel = panel_size(shape, workers.R * workers.C, keep)
+        self._carried = carried
+        part = (None if carried is None else 0.25) if keep else 0.5  # reflections take place too
+        self.panel = panel_size(shape, workers.R * workers.C, part)
         if tiles.grid.inside:
             self._run(workers, max(shape))
             for kept in self._kept.values():
@@ -88,7 +97,8 @@ class Bidiagonal(Reduction):
         gi, gj = deal.coords[group.comm.rank]
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
-        if self.keep and owned(a) and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
+        less = LESS if self._carried is None else FEWER
+        if self.keep and owned(a) and less * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         xp = self.xp
@@ -138,6 +148,8 @@ class Bidiagonal(Reduction):
         below, later = indexer(rows[down(k + b) :] - k), indexer(columns[right(k + b) :] - k)
         kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, yu[:, later].conj())
         found = {"left": (v, tau), "right": (u, pi)}
+        if self._carried is not None:
+            self._carry(k, *found[self._carried[0]])
         if self._in_place:
             for side, kept in self._kept.items():
                 kept.add(k, *found[side])
@@ -145,6 +157,14 @@ class Bidiagonal(Reduction):
             return None
         lines, factors = zip(*(found[side] for side in self._kept), strict=True)
         return np.concatenate([*lines, *(each[:, None] for each in factors)], axis=1)
+
+    def _carry(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
+        """Apply the adjoint reflections of a panel to the right-hand sides."""
+        assert self._carried is not None
+        sides = self._carried[1][k:]
+        if sides.shape[1]:
+            inner = v.conj()
+            kernels.subtract(sides, v.T, kernels.adjoint(triangle(inner @ v.T, tau)) @ (inner @ sides))
 
     def left(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
@@ -274,22 +294,14 @@ def pseudoinverse(
         Returns the diagonal of S⁺ from the singular values, falling; where it is 0 vectors are not formed.
     """
     tiles, n, grid, xp, dtype = reduced.tiles, reduced.n, reduced.tiles.grid, reduced.xp, reduced.d.dtype
-    every, values, strips = dealt(n, 1, grid.size), xp.zeros(n, dtype), None
-    if grid.inside:
-        mine = every[grid.rank]
-        if grid.size > 1:
-            memory.give_back(8 * n * len(mine))
-        values, strips = bidiagonal_strips(reduced.d, reduced.e, mine, grid.everyone)
-    _refuse_unconverged(reduced, values)
+    every = dealt(n, 1, grid.size)
+    values, strips = _strips(reduced, every)
     found = inverses(values)
     if strips is None:
         return xp.empty((0, 0), dtype)
     rows, columns = tiles.rows(n), tiles.columns(n)
     z: np.ndarray = xp.zeros((len(rows[tiles.i]), len(columns[tiles.j])), dtype)
-    numbers = np.flatnonzero(found) if has_values(found) else np.arange(n)
-    step = max(STRIP // 8, min(STRIP, n // grid.size // 8))
-    for start in range(0, len(numbers), step):
-        at = numbers[start : start + step]
+    for at in _numbers(found, grid):
         left, right = strips(at)
         right *= found[at]
         if grid.size > 1:
@@ -300,3 +312,67 @@ def pseudoinverse(
         blas.add_product(z, right, left.T)
         del left, right
     return z
+
+
+def solution(
+    reduced: Bidiagonal, b: np.ndarray, have: Places, counting: Callable[[np.ndarray], np.ndarray], adjoint: bool
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the singular values of the bidiagonal matrix B [n, n], and this rank's tiles of B⁺ b or (Bᵀ)⁺ b.
+
+    Of singular vectors a rank forms some columns at a time of its rows.  Collective over all ranks.
+
+    Parameters
+    ----------
+    b : array
+        This rank's rows and columns of right-hand sides [n, k], those that `have` says.
+    counting : callable
+        Returns from the singular values, falling, those that count, and zeros in the places of the others.
+    adjoint : bool
+        The result is (Bᵀ)⁺ b.
+    """
+    tiles, n, grid = reduced.tiles, reduced.n, reduced.tiles.grid
+    every, k = dealt(n, 1, grid.size), sum(len(columns) for _, columns in have)
+    values, strips = _strips(reduced, every)
+    counted = counting(values)
+    if strips is None:
+        return values, reduced.xp.empty((0, 0), b.dtype)
+    places = [(rows, np.arange(k)) for rows in every]
+    b = move(b, have, places, grid)
+    x: np.ndarray = reduced.xp.zeros(b.shape, b.dtype)
+    for at in _numbers(counted, grid):
+        first, last = strips(at)[:: -1 if adjoint else 1]
+        parts = reduced.xp.ascontiguousarray(first.T @ b)
+        grid.everyone.all_reduce(parts)
+        x += last @ kernels.quotients(parts, counted[at][:, None])
+        del first, last
+    return values, move(x, places, tiles.places(tiles.rows(n), tiles.columns(k)), grid)
+
+
+def _strips(reduced: Bidiagonal | BidiagonalOfOne, every: Sequence[np.ndarray]) -> tuple[np.ndarray, Strips | None]:
+    """Return the singular values, and a function to the rows of their vectors that are this rank's of `every`.
+
+    Collective over all ranks; there is no function outside of the grid.
+    """
+    n, grid = reduced.n, reduced.tiles.grid
+    values, strips = reduced.xp.zeros(n, reduced.d.dtype), None
+    if grid.inside:
+        mine = every[grid.rank]
+        if grid.size > 1:
+            memory.give_back(8 * n * len(mine))
+        values, strips = bidiagonal_strips(reduced.d, reduced.e, mine, grid.everyone)
+    _refuse_unconverged(reduced, values)
+    return values, strips
+
+
+def assumed_rank(grid: Grid, k: int) -> int:
+    """Return the rank of an imagined matrix of k singular values."""
+    return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
+
+
+def _numbers(values: np.ndarray, grid: Grid) -> Iterator[np.ndarray]:
+    """Yield the places of singular values that are not 0, some at a time."""
+    n = len(values)
+    numbers = np.flatnonzero(values) if has_values(values) else np.arange(assumed_rank(grid, n))
+    step = max(STRIP // 8, min(STRIP, n // grid.size // 8))
+    for start in range(0, len(numbers), step):
+        yield numbers[start : start + step]

@@ -904,7 +904,7 @@ def bidiagonal(
     costs.agree(2)
     group, who = Group(costs.everyone.axes, ranks, place), place < ranks
     name = "columns, rows and products of the reduction"
-    for k, b in panels(n, panel_size(shape, ranks, keep)):
+    for k, b in panels(n, panel_size(shape, ranks, None if keep else 0.5)):
         last = int(k + b == n)  # of the last column only itself is needed
         costs.all_reduce(name, group, m - k, who, times=2 * b - last)
         costs.all_reduce(name, group, n - k, who, times=2 * (b - last))

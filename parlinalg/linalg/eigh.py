@@ -455,7 +455,9 @@ def _split(memory: Any, sizes: Sequence[int]) -> list[Any]:
 
 def owned(a: Any) -> bool:
     """Return True unless an array lies in memory that cannot be given up for it alone."""
-    return not isinstance(a, np.ndarray) or a.flags.owndata
+    if not isinstance(a, np.ndarray) or a.flags.owndata:
+        return True
+    return isinstance(a.base, np.ndarray) and a.base.flags.owndata  # a part of an array, which is given up with it
 
 
 class _Rectangle:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from copy import copy
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import numpy as np
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 SMALLER = 30
 """A matrix whose R is not finite is factored again, divided by 2 to this power: sums of so many elements fit then."""
+PARTS, NARROW = 4, 128
+"""The parts of columns in which an inverse is formed of which the norm alone is wanted, and their fewest columns."""
 LONG_OF_ONE = 2
 """Rows of a matrix by its columns from which on one rank factors it by QR first."""
 
@@ -531,6 +534,51 @@ class LUFactor(WithDeterminant, Factor):
             self._t = self._further = self._t[:0].copy()
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
+    def sizes_of_inverse(self, order: Any) -> DistArray:
+        """Return what the norm of A⁻¹ of an order is made of, without the inverse, of which some columns exist at once.
+
+        Those are the sums of sizes in each column [1, n] for the orders 1 and -1, the sums in each row [1, n] for inf
+        and -inf, and for "fro" the lengths [R, n] of what each grid row has of a column.  Columns are permuted.
+
+        Raises
+        ------
+        LinAlgError
+            If A is singular.
+        """
+        self.check()
+        n, tiles, grid, frobenius = self.shape[0], self.tiles, self.grid, order == "fro"
+        every = grid.backend.empty((0, 0), self._t.real.dtype)
+        if grid.inside:
+            xp, rows, in_rows = namespace(self._t), self.positions, not frobenius and abs(order) == math.inf
+            total, found = xp.zeros(len(rows[tiles.i]), every.dtype), []
+            parts = max(1, min(PARTS, n // NARROW))
+            cuts = [[np.arange(a + j, b, tiles.C) for j in range(tiles.C)] for a, b in pairwise(
+                n * part // parts for part in range(parts + 1)
+            )]  # fmt: skip
+            for sides in cuts:
+                x = _ones_where_equal(rows[tiles.i], sides[tiles.j], grid, self.dtype)
+                first = int(sides[0][0])  # above it L⁻¹ has zeros
+                triangular.substitute(tiles, self._t, rows, x, n, sides, lower=True, unit=True, since=first, split=2)
+                triangular.substitute(tiles, self._t, rows, x, n, sides, lower=False, split=2)
+                with np.errstate(all="ignore"):
+                    size = abs(x)
+                    del x
+                    if in_rows:
+                        total += size.sum(axis=1)
+                    else:
+                        found.append(_lengths(size) if frobenius else size.sum(axis=0))
+                    del size
+            mine = total if in_rows else xp.concatenate(found)
+            with np.errstate(all="ignore"):
+                if not frobenius:
+                    (tiles.across if in_rows else tiles.down).all_reduce(mine)
+            counts = [sum(len(sides[j]) for sides in cuts) for j in range(tiles.C)]
+            along, counts = (tiles.down, [len(x) for x in rows]) if in_rows else (tiles.across, counts)
+            every = SharedCollectives(along, None).all_gather(mine[:, None], counts)[:, 0][None]
+            if frobenius:
+                every = SharedCollectives(tiles.down, None).all_gather(every, [1] * tiles.R)
+        return distributed(every, Layout(None, None), grid, (tiles.R if frobenius else 1, n))
+
     def factors(self) -> tuple[DistArray, DistArray]:
         """Return L [m, k] and U [k, n] in the layout of A."""
         (m, n), k = self.shape, min(self.shape)
@@ -553,6 +601,16 @@ class LUFactor(WithDeterminant, Factor):
         if self.shape[0] != self.shape[1]:
             raise LinAlgError(f"only square matrices have determinants, not {self.shape}")
         return self.diagonal, self.permutation
+
+
+def _lengths(sizes: Any) -> Any:
+    """Return the lengths of columns, of which these are the sizes of elements, overwritten; squares stay in range."""
+    xp = namespace(sizes)
+    top = sizes.max(axis=0) if len(sizes) else xp.zeros(sizes.shape[1], sizes.dtype)
+    unit = xp.where(top > 0, top, xp.ones_like(top))
+    sizes /= unit
+    sizes *= sizes
+    return xp.sqrt(sizes.sum(axis=0)) * unit
 
 
 class QRFactor(Factor):

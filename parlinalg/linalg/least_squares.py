@@ -21,14 +21,16 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
+from parlinalg.linalg.bidiagonal import assumed_rank
 from parlinalg.linalg.factors import QRFactor, by_rows
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_nonfinite, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import (
-    assumed_rank,
     counted,
     limit_of,
+    solution_of_triangle,
+    solved_by_bidiagonal,
     svd,
     svdvals,
     values_of_triangle,
@@ -229,6 +231,11 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
             return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R, 1.0) if keep else ()
         if not keep:
             factor = factored()
+    if not keep and solved_by_bidiagonal(k, a.grid):
+        right = b if wide else factor.carried(b, solve=False)
+        x, s = solution_of_triangle(factor, right, lambda s: s * (s > limit_of(s, limit, 0)), "lstsq", adjoint=wide)
+        rank = counted((s > limit_of(s, limit, 0)).sum(), k)
+        return (factor.times_q(x, last=True) if wide else x, rank, s), ()
     r = factor.R
     u, s, vh = svd(r, full_matrices=False)
     kept = s > limit_of(s, limit, 0)

@@ -7,6 +7,7 @@ conditioned (Demmel, Grigori, Hoemmen and Langou, 2012).  Its reflections are th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -220,28 +221,34 @@ def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
 
 def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
     """Do what `orthogonalized` does but for its last step, Q = Y L⁻ᴴ; return L too."""
-    first = _gram_factor(y, comm)[0]
-    kernels.substitute(first, y, right=True, lower=True, adjoint=True)
-    last, gram = _gram_factor(y, comm)
-    if not has_values(gram):
-        sound = gram.device.assume("conditioned", "whether the Gram matrix of columns orthogonalizes them")
+    first = _gram(y, comm)
+    if minor := kernels.cholesky(first):  # which has left no other numbers than NaNs
+        first = first[:0].copy()
     else:
-        gram.reshape(-1)[:: len(gram) + 1] -= 1
-        real = gram.dtype.kind != "c"  # whose sizes need no array
-        sound = not gram.size or bool(max(gram.max(), -gram.min()) < NEAR if real else abs(gram).max() < NEAR)
-    product = first @ last
-    del gram, first
-    return kernels.adjoint(product), sound, last
+        kernels.substitute(first, y, right=True, lower=True, adjoint=True)
+    last = _gram(y, comm)
+    if minor:
+        last[...] = math.nan
+        return last, False, last
+    if not has_values(last):
+        sound = last.device.assume("conditioned", "whether the Gram matrix of columns orthogonalizes them")
+    else:
+        diagonal = last.reshape(-1)[:: len(last) + 1]
+        ones = diagonal.copy()
+        diagonal -= 1
+        real = last.dtype.kind != "c"  # whose sizes need no array
+        sound = not last.size or bool(max(last.max(), -last.min()) < NEAR if real else abs(last).max() < NEAR)
+        diagonal[:] = ones
+    kernels.cholesky(last)
+    first, last = (namespace(each).tril(each) for each in (first, last))
+    return kernels.adjoint(first @ last), sound, last
 
 
-def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:
-    """Return the lower Cholesky factor of Yᴴ Y, and Yᴴ Y.  Collective."""
-    xp = namespace(y)
-    gram = xp.ascontiguousarray(kernels.adjoint(y) @ y)
+def _gram(y: Any, comm: Comm) -> Any:
+    """Return Yᴴ Y.  Collective."""
+    gram = namespace(y).ascontiguousarray(kernels.adjoint(y) @ y)
     comm.all_reduce(gram)
-    lower = xp.tril(gram)
-    kernels.cholesky(lower)
-    return lower, gram
+    return gram
 
 
 def reflect(

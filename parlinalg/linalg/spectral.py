@@ -12,7 +12,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.create import zeros
-from parlinalg.array.dispatch import of_arrays, primitive
+from parlinalg.array.dispatch import of_arrays, primitive, takes_over
 from parlinalg.array.joining import concatenate, stack
 from parlinalg.array.namespace import isfinite, isnan, tril, where
 from parlinalg.array.shapes import reshape
@@ -21,11 +21,11 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne
+from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne, assumed_rank
 from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.divide import SIDES
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
+from parlinalg.linalg.factors import LUFactor, QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     NONFINITE,
     LinAlgError,
@@ -504,6 +504,55 @@ def values_of_triangle(factor: QRFactor, name: str, keep: bool) -> DistArray:
     return distributed(_unscaled(bidiagonal.values(reduced), scale), Layout(layout.dims[-1]), tiles.grid)
 
 
+def solved_by_bidiagonal(n: int, grid: Grid) -> bool:
+    """Return True if all ranks make a matrix [n, n] bidiagonal for its `svd`, on hosts."""
+    return grid.size > 1 and grid.backend.cpu and not svd_by_one((n, n), grid.sizes)
+
+
+def solution_of_triangle(
+    factor: QRFactor, b: DistArray, counting: Callable[[DistArray], DistArray], name: str, adjoint: bool
+) -> tuple[DistArray, DistArray]:
+    """Return x = R⁺ b, or with `adjoint` (Rᴴ)⁺ b, for R of a QR factorization, and the singular values of R.
+
+    R = Q B Pᴴ is made bidiagonal by all ranks, which carry b along: of its reflections only those of the other side are
+    kept, and of singular vectors none but those of B exist, some at a time.  The tiles of R are lost.
+
+    Parameters
+    ----------
+    b : DistArray [n, k]
+    counting : callable
+        Returns from the singular values, falling, those that count, and zeros in the places of the others.
+    """
+    tiles, n, grid, layout = factor.tiles, factor.shape[1], factor.tiles.grid, factor.layout.with_partial(())
+    deal, k, dtype = workers(tiles), b.shape[1], b.dtype
+    at_work, t = deal.R * deal.C, tiles.grid.backend.to_host(factor.given_up_r())
+    if at_work < grid.size:
+        want = deal.spread(deal.rows(n), deal.columns(n), grid.size)
+        (room,) = rooms_of_few(grid, deal, [want], dtype)
+        t = move(t, tiles.places(factor.tops, factor.columns), want, grid, out=room)
+    scale = scaled(tiles, [t], dtype, name)
+    held = [t]
+    del t
+    whole, none = np.arange(n), np.arange(0)
+    have = [(whole, np.arange(p, k, at_work)) if p < at_work else (none, none) for p in range(grid.size)]
+    sides = tiles.bring_to(b, have, host=True)
+    before, after = ("right", "left") if adjoint else ("left", "right")
+    reduced = Bidiagonal(tiles, deal, held, (n, n), sides=[after], carried=(before, sides))
+
+    def counted_values(values: np.ndarray) -> Any:
+        return counting(distributed(values, Layout(None), grid)).redistribute(Layout(None)).block
+
+    values, z = bidiagonal.solution(reduced, sides, have, counted_values, adjoint)
+    del sides
+    if grid.inside:
+        (reduced.left if adjoint else reduced.right)(z)
+        if scale != 1:
+            with np.errstate(over="ignore"):
+                z *= scale
+    x = tiles.home(z, tiles.rows(n), tiles.columns(k), (n, k), b.layout.with_partial(()))
+    return x, distributed(_unscaled(values, scale), Layout(layout.dims[-1]), grid)
+
+
 def limit_of(s: DistArray, rtol: Any, least: float) -> DistArray:
     """Return for every matrix the singular value from which on it counts; `rtol` is one of `limits`."""
     rtol = least * float(np.finfo(s.dtype).eps) if rtol is None else rtol
@@ -517,11 +566,6 @@ def counted(count: DistArray, k: int) -> int:
     """Return the number of the k singular values that count; of imagined matrices all, or all but one."""
     found = count.gather()
     return int(found) if count.grid.backend.values else assumed_rank(count.grid, k)
-
-
-def assumed_rank(grid: Grid, k: int) -> int:
-    """Return the rank of an imagined matrix of k singular values."""
-    return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
 
 
 def reciprocals(s: DistArray, kept: DistArray) -> DistArray:
@@ -687,6 +731,9 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
     else:
         if x.shape[-1] != x.shape[-2]:
             raise LinAlgError(f"cond of order {p!r} takes square matrices, not of shape {x.shape}; order 2 takes any")
+        if x.ndim == 2 and not takes_over(x):
+            found = _by_factors(x, p)
+            return where(isnan(found), found.dtype.type(math.inf), found)
         try:
             inverse = inv(x)
         except LinAlgError:
@@ -697,16 +744,41 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
         with np.errstate(all="ignore"):
             if inverse is None:
                 found = matrix_norm(x, ord=p) * math.inf
-            elif p == "nuc":  # by values whose inverses, beside the largest, are in range where those of x are not
-                s = svdvals(x)
-                largest = s.max(axis=-1, keepdims=True)
-                found = (s / largest).sum(axis=-1) * (largest / s).sum(axis=-1)
+            elif p == "nuc":
+                found = _by_values(x)
             else:
                 found = matrix_norm(x, ord=p) * matrix_norm(inverse, ord=p)
     return where(isnan(found), found.dtype.type(math.inf), found)  # as of zeros
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+def _by_factors(x: DistArray, p: Any) -> DistArray:
+    """Return the condition number of one matrix in a norm of `cond` that takes the inverse, which is never whole."""
+    from parlinalg.linalg import matrix_norm, vector_norm
+
+    with np.errstate(all="ignore"):
+        size = matrix_norm(x, ord=p)
+        factor = LUFactor(x, name="inv")
+        if factor.zero is not None:
+            return size * math.inf
+        if p == "nuc":
+            del factor
+            return _by_values(x)
+        parts = factor.sizes_of_inverse(p)
+        return size * (vector_norm(parts) if p == "fro" else parts.max() if p > 0 else parts.min())
+
+
+def _by_values(x: DistArray) -> DistArray:
+    """Return the condition numbers in the nuclear norm.
+
+    The inverses of singular values, beside the largest, are in range where those of x are not.
+    """
+    s = svdvals(x)
+    largest = s.max(axis=-1, keepdims=True)
+    found: DistArray = (s / largest).sum(axis=-1) * (largest / s).sum(axis=-1)
+    return found
+
+
 def _near_one(x: DistArray) -> DistArray:
     """Return matrices, times powers of two if squares of their largest elements would leave the range."""
     values = getattr(x, "data", x)  # those of a tensor

@@ -30,7 +30,7 @@ PIECE = 512
 
 def substitute(
     tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, sides: Sequence[Numbers], *, lower: bool,
-    adjoint: bool = False, unit: bool = False,
+    adjoint: bool = False, unit: bool = False, since: int = 0, split: int = 1,
 ) -> None:  # fmt: skip
     """Replace b by the solution x of `op(T) x = b`, without warnings of overflow, as BLAS.  Collective over the grid.
 
@@ -46,26 +46,35 @@ def substitute(
         For every grid column the numbers of these columns.
     lower, adjoint, unit : bool
         T is a lower triangle; op(T) is its conjugate transpose; its diagonal is taken to be ones.
+    since : int
+        Of a lower triangle that is not turned: the rows of b before this number are zeros, and are not computed.
+    split : int
+        The parts of a tile's columns that are sent apart, so that little of T is held twice.
     """
     if not tiles.grid.inside:
         return
     with np.errstate(all="ignore"):
         if tiles.grid.size == 1:
-            kernels.substitute(t[:, :n], b, lower=lower, adjoint=adjoint, unit=unit)
+            kernels.substitute(t[since:, since:n], b[since:], lower=lower, adjoint=adjoint, unit=unit)
         elif sum(map(len, sides)) <= FEW:
             _few(tiles, t, rows, b, n, sides, lower=lower, adjoint=adjoint, unit=unit)
         else:
-            _many(tiles, t, rows, b, n, lower=lower, adjoint=adjoint, unit=unit)
+            _many(tiles, t, rows, b, n, lower=lower, adjoint=adjoint, unit=unit, since=since, split=split)
 
 
 def _many(
-    tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, *, lower: bool, adjoint: bool, unit: bool
-) -> None:
+    tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, *, lower: bool, adjoint: bool, unit: bool,
+    since: int, split: int,
+) -> None:  # fmt: skip
     columns = tiles.columns(n)[tiles.j]
     mine, wide, xp = rows[tiles.i], b.shape[1], namespace(b)
-    starts = range(0, n, tiles.size)
-    for k in starts if lower != adjoint else reversed(starts):
-        size = min(tiles.size, n - k)
+    part = -(-tiles.size // split)
+    pieces = [
+        (k, min(k + part, first + tiles.size, n)) for first in range(since // tiles.size * tiles.size, n, tiles.size)
+        for k in range(first, min(first + tiles.size, n), part)
+    ]  # fmt: skip
+    for k, end in pieces if lower != adjoint else reversed(pieces):
+        size = end - k
         cuts = [np.searchsorted(each, [k, k + size]).tolist() for each in rows]
         lo, hi = cuts[tiles.i]
         j = tiles.owner(k)[1]
@@ -87,6 +96,7 @@ def _many(
         b[lo:hi] = x[mine[lo:hi] - k]
         if not adjoint:  # b[i] := b[i] - T[i, k] x[k]
             kernels.subtract(b[others], rest, x)
+        del panel, corner, rest, both, diagonal, x  # before there are others
 
 
 def _few(

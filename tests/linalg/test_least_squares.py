@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import factors, least_squares
+from parlinalg.linalg import divide, factors, least_squares, spectral
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, LOWER, eps, random
 
@@ -106,6 +106,95 @@ def test_a_matrix_of_full_rank_has_no_singular_vectors(grid, monkeypatch):
     for shape in ((40, 9), (9, 40), (9, 9)):
         a, b = rng.standard_normal(shape), rng.standard_normal((shape[0], 2))
         agrees(placed(grid, a, rng), placed(grid, b, rng), a, b)
+
+
+LOWER_RANKS = [
+    ((40, 33), 20, (3,)), ((33, 40), 20, ()), ((37, 37), 36, (40,)), ((90, 20), 19, (1,)), ((20, 90), 1, (34,)),
+    ((70, 70), 3, (2,)), ((6, 5), 0, (3,)), ((5, 6), 0, ()), ((2, 2), 1, (0,)), ((40, 33), 20, (0,)), ((1, 3), 0, ()),
+]  # fmt: skip
+
+
+@pytest.fixture
+def reduced(monkeypatch):
+    """Counts solutions by bidiagonal matrices: ranks reduce small R too."""
+    count, solution = [], spectral.solution_of_triangle
+    monkeypatch.setattr(divide, "LEAF", 16)  # so that there are merges
+    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: False)
+    monkeypatch.setattr(
+        least_squares, "solution_of_triangle", lambda *args, **options: count.append(1) or solution(*args, **options)
+    )
+    return count
+
+
+CORES = [("float64", 1), ("float64", 64), ("float32", 2), ("complex64", 64), ("complex128", 2)]
+"""Dtypes, and how many ranks of a node reduce a matrix."""
+
+
+@pytest.mark.parametrize(("dtype", "cores"), CORES)
+def test_lower_rank_by_bidiagonal_matrices(grid, dtype, cores, reduced, monkeypatch):
+    """NumPy's solution of least norm, and LAPACK's ratios of its tests of `gelsd`, whose threshold is 30."""
+    monkeypatch.setattr(pla.Grid, "cores", cores)
+    rng, tiny = np.random.default_rng(21), eps(dtype)
+    for shape, rank, sides in LOWER_RANKS:
+        a, b = of_rank(shape, rank, dtype, rng), random((shape[0], *sides), dtype, rng)
+        a = (a / (abs(a).max() or 1)).astype(dtype)
+        x, y, before = placed(grid, a, rng), placed(grid, b, rng), len(reduced)
+        got = agrees(x, y, a, b)
+        assert len(reduced) == before + (grid.size > 1), (shape, rank)
+        same(x, a, 0)
+        same(y, b, 0)
+        found, size = got.x.gather(), tiny * max(shape)
+        _, s, vh = np.linalg.svd(a.astype(complex), full_matrices=False)
+        residual, norm = b - a @ found, np.linalg.norm(a, 2)
+        ratios = [np.linalg.norm(got.s.gather() - s) / (np.linalg.norm(s) or 1) / size]
+        if rank and b.size:
+            beside = found - vh[:rank].conj().T @ (vh[:rank] @ found)  # what is not in the space of A's rows
+            ratios += [
+                np.linalg.norm(a.conj().T @ residual) / (norm * np.linalg.norm(b) * size),
+                np.linalg.norm(beside) / (np.linalg.norm(found) * size),
+            ]
+        assert max(ratios) < 30, (shape, rank, sides, ratios)
+
+
+@pytest.mark.parametrize(("dtype", "cores"), CORES)
+def test_lower_rank_out_of_range(grid, dtype, cores, reduced, monkeypatch):
+    """Matrices and right-hand sides near the largest and the least numbers have the solutions of those of size one."""
+    monkeypatch.setattr(pla.Grid, "cores", cores)
+    rng, limits = np.random.default_rng(22), np.finfo(dtype)
+    high, low = 2.0 ** (limits.maxexp - 4), 2.0 ** (limits.minexp + 6)
+    pairs = [(high, high), (low, low), (high, 1.0), (low, 2.0**-20), (1.0, high), (1.0, low)]
+    for number, (shape, rank) in enumerate((((40, 33), 20), ((33, 40), 20), ((24, 24), 23))):
+        a, b = of_rank(shape, rank, dtype, rng), random((shape[0], 2), dtype, rng)
+        a, b = a / abs(a).max(), b / abs(b).max()
+        want = np.linalg.lstsq(a, b, eps(dtype) * max(shape))
+        assert want[2] == rank
+        condition = want[3][0] / want[3][rank - 1]
+        for first, second in pairs[number::2]:
+            unit, other = limits.dtype.type(first), limits.dtype.type(second)
+            found = linalg.lstsq(placed(grid, a * unit, rng), placed(grid, b * other, rng))
+            scale, tol = float(first) / float(second), 300 * eps(dtype) * condition**2
+            assert found.rank == rank, (shape, first, second)
+            if 2.0 ** (limits.minexp + 20) < 1 / scale < 2.0 ** (limits.maxexp - 20):  # else x is out of range
+                got = found.x.gather().astype(complex) * scale
+                np.testing.assert_allclose(got, want[0], atol=tol * abs(want[0]).max())
+            np.testing.assert_allclose(found.s.gather() / unit, want[3], atol=100 * eps(dtype) * want[3][0])
+    assert bool(reduced) == (grid.size > 1)
+
+
+def test_values_that_do_not_count_by_bidiagonal_matrices(grid, reduced):
+    """`rcond` is applied to the singular values, and full rank that R's diagonal does not show is found."""
+    rng = np.random.default_rng(23)
+    for shape in ((40, 24), (24, 40), (24, 24)):
+        u, v = (np.linalg.qr(rng.standard_normal((n, 24)))[0] for n in shape)
+        a, b = (u * np.geomspace(1, 1e-6, 24)) @ v.T, rng.standard_normal((shape[0], 2))
+        for rcond in (1e-9, 1e-3, 0.9):
+            agrees(placed(grid, a, rng), placed(grid, b, rng), a, b, rcond)
+    for wrong in (np.nan, np.inf):
+        for which in range(2):
+            given = [of_rank((30, 20), 10, "float64", rng), rng.standard_normal((30, 2))]
+            given[which][3, 1] = wrong
+            with pytest.raises(ValueError, match="finite"):
+                linalg.lstsq(*(placed(grid, each, rng) for each in given))
 
 
 def backward_error(a, b, x):
@@ -253,12 +342,14 @@ def test_wrong_use(grid, refine):
     assert str(error.value) == "the leading dims of lstsq's stacks do not fit to each other: (4, 3, 2) and (5, 3, 1)"
 
 
-@pytest.mark.parametrize("refine", [False, True])
-def test_ranks_outside_of_the_grid(world, backend, refine):
+@pytest.mark.parametrize(("refine", "alone"), [(False, True), (True, True), (False, False)])
+def test_ranks_outside_of_the_grid(world, backend, refine, alone, monkeypatch):
+    """One rank decomposes R of lower rank, or all ranks of the grid do."""
+    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)
     rng = np.random.default_rng(7)
     for sizes in ({"a": 1}, {"a": max(1, world.size - 1)}):
         idle = pla.Grid(sizes, world, backend, idle=True)
-        for shape, rank in (((40, 9), 9), ((9, 40), 9), ((40, 9), 5)):
+        for shape, rank in (((40, 9), 9), ((9, 40), 9), ((40, 9), 5), ((9, 40), 5)):
             a, b = of_rank(shape, rank, "float64", rng), rng.standard_normal((shape[0], 2))
             x, y = (pla.distribute(v, idle, Layout("a", None)) for v in (a, b))
             got, want = linalg.lstsq(x, y, refine=refine), np.linalg.lstsq(a, b)

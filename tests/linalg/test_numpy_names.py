@@ -390,6 +390,25 @@ def test_conditions_of_the_whole_range_of_all_orders(grid, dtype):
                 np.testing.assert_allclose(got.gather(), want, rtol=1000 * limits.eps)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_condition_numbers_of_an_inverse_in_parts(grid, dtype, monkeypatch):
+    """The norm of the inverse is NumPy's, in one part of columns or several, of narrow and wide parts."""
+    tiny = np.finfo(dtype).eps
+    for n, narrow in ((1, 1), (2, 1), (7, 2), (45, 9), (90, 80), (150, 36)):
+        monkeypatch.setattr(factors, "NARROW", narrow)
+        a = (random(n, n, dtype=dtype) / np.sqrt(n) + 3 * np.eye(n)).astype(dtype)
+        a[: n // 2] *= a.real.dtype.type(0.1)
+        x = placed(grid, a, 1)
+        for p in (1, -1, INF, -INF, "fro", "nuc"):
+            want = np.linalg.cond(a.astype(np.result_type(dtype, np.float64)), p)
+            got = linalg.cond(x, p)
+            assert got.dtype == np.finfo(dtype).dtype
+            np.testing.assert_allclose(got.gather(), want, rtol=10 * n * tiny * np.linalg.cond(a.astype(complex)))
+        same(x, a, 0)
+        a[:, -1] = 0
+        assert np.isinf(linalg.cond(placed(grid, a, 1), 1).gather())
+
+
 @pytest.mark.parametrize("size", [1e-310, 1e-300, 1.0, 1e300])
 def test_conditions_of_the_whole_range(grid, size):
     """NumPy's finds no singular values of an inverse that overflows."""

@@ -168,6 +168,26 @@ def test_ledgers_of_least_squares_are_those_of_real_ranks(world, deflated, monke
             both(world, sizes, program, what_if=pla.WhatIf())
 
 
+@pytest.mark.ranks(2, 3, 4, 8)
+def test_ledgers_of_least_squares_of_lower_rank_are_those_of_real_ranks(world, deflated, monkeypatch):
+    """One singular value does not count, and right-hand sides are carried through the reduction."""
+
+    def program(grid: Any) -> None:
+        for a, b in ((tall, sides), (tall.T, sides[:n]), (tall[:n], sides[:n]), (tall[:n], sides[:n, 0])):
+            found = linalg.lstsq(*(pla.distribute(each, grid, grid.default_layout(each.shape)) for each in (a, b)))
+            assert found.rank == n - 1
+        if grid.size > 1:
+            linalg.pinv(pla.distribute(tall[:n], grid, layout))
+
+    n, draw = 20 if world.size == 8 else 60, np.random.default_rng(1)
+    tall, sides = draw.standard_normal((80, n)), draw.standard_normal((80, 3))
+    tall[:, -1] = tall[:, 0] - tall[:, 1]
+    for alone in (True, False):
+        monkeypatch.setattr(spectral, "svd_by_one", lambda *args, alone=alone, **options: alone)
+        for sizes, layout in grids(world.size):
+            both(world, sizes, program, what_if=pla.WhatIf(conditioned=False))
+
+
 @pytest.mark.serial
 def test_dependent_columns_have_one_singular_value_of_zero():
     with pla.imagine(4, 1, what_if=pla.WhatIf(conditioned=False)):
