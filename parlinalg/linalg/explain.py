@@ -139,6 +139,8 @@ def _time(plan: LinalgPlan) -> str:
     total = plan.time.total
     if not total:
         return "none: there is nothing to compute"
+    if plan.foreseen is not None:
+        return str(plan.foreseen)
     parts = zip(Time._fields, plan.time, strict=True)
     shares = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts)
     text = f"that of {format_flops(total, 'FLOP')} in fast products"
@@ -150,6 +152,13 @@ def _time(plan: LinalgPlan) -> str:
 def _others(plan: LinalgPlan) -> list[str]:
     """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
     deal, best = plan.deal, plan.time.total or 1
+
+    if plan.foreseen is not None and plan.slower:
+        least = plan.foreseen.seconds or 1
+        return [
+            f"{grid_and_tiles(each)}: {_more(100 * (each.foreseen.seconds / least - 1))}"
+            for each in plan.slower if each.foreseen is not None
+        ]  # fmt: skip
 
     def line(name: str, other: LinalgPlan) -> str:
         more = 100 * (other.time.total / best - 1)

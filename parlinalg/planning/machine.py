@@ -41,7 +41,7 @@ from parlinalg.planning.machine_schema import (
     word,
     wrong,
 )
-from parlinalg.planning.trace import Attention, Gemm, Kernel
+from parlinalg.planning.trace import Attention, Factorization, Gemm, Kernel
 from parlinalg.units import ITEMSIZE
 
 FOLDER = Path(__file__).parent / "machines"
@@ -607,7 +607,15 @@ class Machine:
             return max(self.kernels.floor, through, kernel.flops / between(rates, kernel.width))
         if isinstance(kernel, Attention):
             kernel = replace(kernel, nbytes=kernel.nbytes + kernel.more)
+        if isinstance(kernel, Factorization) and kernel.name not in self.kernels.rates:
+            return self.kernels.seconds(kernel) + self._factorization_seconds(kernel)
         return self.kernels.seconds(kernel)
+
+    def _factorization_seconds(self, kernel: Factorization) -> float:
+        """Return the seconds of its operations, at the rate of a product with as many and with its inner dim."""
+        side = max(1.0, math.sqrt(kernel.flops / (2 * kernel.width)))
+        rate, times = self._gemm_rate(kernel.dtype)
+        return times * kernel.flops / rate.at(side, side, kernel.width)
 
     def shared_by(self, on_node: int) -> Machine:
         """Return the machine as each of so many ranks of a node sees what is beside them: host memory and disk."""
