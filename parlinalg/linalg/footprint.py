@@ -45,7 +45,7 @@ def footprint(plan: LinalgPlan) -> tuple[int, int, int]:
         return rest, tiles, _factors(plan, rest, rows, columns)
     sides = _resting(plan, plan.m, plan.sides) if plan.routine in ("solve", "lstsq") else 0
     b = min(deal.size, m, n)
-    panels = 3 * (rows + 2 * b) * b + 2 * columns * b
+    panels = 3 * rows * b + 2 * columns * b + 2 * (max(deal.R, 2) + 1) * b * b  # the tournament of R grid rows
     if plan.routine == "lstsq":
         rest, tiles = rest + sides, tiles + rows * deal.most(m, plan.sides)[1]
         return rest, tiles, max(panels, rest) + tiles
@@ -55,14 +55,14 @@ def footprint(plan: LinalgPlan) -> tuple[int, int, int]:
             tiles, rest = tiles + rows * deal.most(m, plan.sides)[1], rest + sides
         return rest, tiles, more
     if plan.routine == "cholesky":
-        more = max(int(max(PANELS, deal.D + 1) * rows * b), _trip(plan, tiles, rest) // 2)
+        more = max(int(PANELS * rows * b), rows * b + _terms(deal, n), _trip(plan, tiles, rest) // 2)
         home = rest + _trip(plan, tiles // 2, rest // 2)
         if deal.D > 1:  # this layer's panels alone come home
             home = max(home + tiles // deal.D - tiles, math.prod(deal.flat().most(m, n)))
         return rest, tiles, max(more, home)
     wide = rows * deal.most(m, plan.sides)[1]
     if deal.D > 1:
-        more = max(_to_one_layer(plan, tiles), panels + (deal.D - 1) * rows * b)
+        more = max(_to_one_layer(plan, tiles), panels)
     else:
         more = max(panels, _trip(plan, tiles, rest))
     return rest + sides, tiles + wide, more
@@ -92,8 +92,15 @@ def _trip(plan: LinalgPlan, work: int, rest: int, columns: int | None = None) ->
 
 def _by_gram(plan: LinalgPlan, rest: int) -> int:
     """Return the elements that `qr` holds by a Gram matrix: Q, and four squares while it is found."""
-    moved = _ranks(plan, plan.layout.dims[1]) > 1  # to rows alone, and copied there
-    return max(2 * rest * moved, rest + 4 * plan.n**2)
+    again = _ranks(plan, plan.layout.dims[1]) > 1  # to rows alone, and copied there
+    again = again or plan.dtype.startswith("complex")  # the conjugate
+    return max(2 * rest * again, rest + 4 * plan.n**2)
+
+
+def _terms(deal: Deal, n: int) -> int:
+    """Return the most elements of other layers' terms of a panel, of `cholesky` on several layers."""
+    b, D = deal.size, deal.D
+    return max((min(D - 1, t) * -(-(n - t * b) // deal.R) * b for t in range(-(-n // b))), default=0)
 
 
 def _to_one_layer(plan: LinalgPlan, tiles: int) -> int:
@@ -162,10 +169,12 @@ def _of_vectors(plan: LinalgPlan) -> tuple[int, int, int]:
     extra = rest if plan.m < plan.n and complex_ and plan.routine == "svd" else 0  # Aᴴ
     turned = 0
     if plan.routine == "svd" and not plan.near and p > 1:
-        formed += _trip(plan, rows * columns, rest)
-        cuts = default_layout(tuple(plan.sizes), (m, n)).dims
-        if _ranks(plan, cuts[1]) > 1:  # rows of Q are gathered for the product with U
-            turned = 2 * rest + 2 * square + -(-m // _ranks(plan, cuts[0])) * n
+        # reflections are given up while Q is formed; then it goes home
+        turned = rows * columns + 2 * square + rest + _trip(plan, rows * columns, rest)
+        formed = rows * columns + 2 * square + first.size * n
+        # for the product with U its rows are gathered, or all of U where Q is cut by rows alone
+        down, across = (_ranks(plan, cut) for cut in default_layout(tuple(plan.sizes), (m, n)).dims)
+        turned = max(turned, 2 * rest + 2 * square + (-(-m // down) * n if across > 1 else whole))
     return rest, tiles, max(kept + max(formed, sum(inner), tiles), turned) - tiles + extra
 
 
@@ -182,7 +191,9 @@ def _decomposed(plan: LinalgPlan, m: int, n: int, complex_: bool) -> tuple[int, 
     formed = (4 if complex_ else 3) * square + _trip(plan, square, square, deal.C)
     merged = n * (together + 1) + (merged // 2 if complex_ else merged)
     b = bidiagonal.panel_size((m, n), p, keep=True)
-    reduced = rows * columns + max(_closing(m, n, TOGETHER * b * (m + n)), (2 + 1 + TOGETHER - 1) * b * (m + n))
+    reduced = rows * columns + max(
+        _closing(m, n, b, m + n) + min(together, n) * rows, (2 + 1 + TOGETHER - 1) * b * (m + n)
+    )
     return rows * columns, max(kept + max(merged, formed), reduced) - rows * columns
 
 
@@ -192,7 +203,7 @@ def _eigh(plan: LinalgPlan, n: int) -> tuple[int, int]:
     rows, columns = plan.deal.most(n, n)
     tiles, square = rows * columns, n * -(-n // plan.ranks)
     b, together = min(PANEL, n), min(PANEL * TOGETHER, n)
-    reduced = tiles + max(_closing(n, n, b * n), (2 + 1 + 1 + TOGETHER - 1) * b * n)
+    reduced = tiles + max(_closing(n, n, b, n), (2 + 1 + 1 + TOGETHER - 1) * b * n)
     kept = _kept(plan, n, rows) + n * (together + 1) // 2 + 5 * n
     step = max(divide.STRIP // 4, min(divide.STRIP, n // plan.ranks // 4))
     merged = 2 * square + 3 * n * step // 2
@@ -200,10 +211,11 @@ def _eigh(plan: LinalgPlan, n: int) -> tuple[int, int]:
     return tiles, max(reduced, kept + max(merged, formed)) - tiles
 
 
-def _closing(m: int, n: int, messages: int) -> int:
-    """Return the elements that are held while the first panels of reflections of m elements are put together, with
-    those of their `messages`."""
-    together = min(PANEL * TOGETHER, n)
+def _closing(m: int, n: int, b: int, wide: int) -> int:
+    """Return the elements that are held while the first panels of n reflections, b at a time and of m elements, are
+    put together, with the messages in which they came: `wide` numbers of each reflection, on one side or two."""
+    together, sides = min(PANEL * TOGETHER, n), wide // max(m, n, 1)
+    messages = sum(b * (wide - sides * k) for k in range(0, together, b)) if b else 0
     return messages + 2 * together * m + 3 * together**2 // 2
 
 
