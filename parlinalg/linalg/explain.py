@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from parlinalg.linalg import tile_sizes
+from parlinalg.linalg.footprint import footprint
 from parlinalg.linalg.planner import (
     SOLUTIONS,
     LinalgPlan,
@@ -17,7 +18,7 @@ from parlinalg.linalg.planner import (
     two_axis_grids,
 )
 from parlinalg.linalg.tile_sizes import Time
-from parlinalg.units import format_bytes, format_count, format_flops, format_seconds
+from parlinalg.units import ITEMSIZE, format_bytes, format_count, format_flops, format_seconds
 
 RUNNERS_UP = 3
 
@@ -132,7 +133,11 @@ def _parts(plan: LinalgPlan) -> list[tuple[str, str]]:
 
 def _memory(plan: LinalgPlan) -> str:
     parts = ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.memory.items())
-    return f"about {format_bytes(sum(plan.memory.values()))} a rank: {parts}"
+    text = f"about {format_bytes(plan.need)} a rank: {parts}"
+    if plan.routine == "qr" and plan.gram and not plan.pivoting:
+        more = sum(footprint(plan, by_tiles=True)) * ITEMSIZE[plan.dtype]
+        text += f"; {format_bytes(more)} if the matrix is too ill conditioned for its Gram matrix"
+    return text
 
 
 def _time(plan: LinalgPlan) -> str:

@@ -27,13 +27,16 @@ PANELS = 4.4
 sent of it, this step's and the last one's."""
 
 
-def footprint(plan: LinalgPlan) -> tuple[int, int, int]:
-    """Return the elements at rest, in tiles, and in buffers and results, of the rank that needs the most."""
+def footprint(plan: LinalgPlan, *, by_tiles: bool = False) -> tuple[int, int, int]:
+    """Return the elements at rest, in tiles, and in buffers and results, of the rank that needs the most.
+
+    With `by_tiles` they are those of `qr` of a matrix that is too ill conditioned for its Gram matrix.
+    """
     if plan.routine == "svd" or plan.pivoting:
         return _of_vectors(plan)
     m, n = plan.shape
     rest = _resting(plan, plan.m, plan.n)
-    if plan.routine == "qr" and plan.gram:
+    if plan.routine == "qr" and plan.gram and not by_tiles:
         return rest, 0, _by_gram(plan, rest)
     if plan.routine == "eigh" and plan.ranks > 1:
         tiles, more = _eigh(plan, n)
