@@ -178,6 +178,7 @@ def run_matmul(args: argparse.Namespace) -> int:
 def run_routine(args: argparse.Namespace) -> int:
     """Print the plan of a factorization."""
     from parlinalg.linalg.planner import plan_linalg
+    from parlinalg.planning.machine import load_machine
     from parlinalg.planning.measure import measure_constants
 
     if len(args.size) > 2:
@@ -188,7 +189,7 @@ def run_routine(args: argparse.Namespace) -> int:
         sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
         near=False if args.apart else None, constants=constants, rate=rate,
         depth=getattr(args, "depth", None), pivoting=getattr(args, "pivoting", False),
-        machine=args.machine,
+        machine=None if args.machine is None else load_machine(args.machine),
     )  # fmt: skip
     if speaks():
         tell(plan.explain())

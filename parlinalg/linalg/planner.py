@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from os import PathLike
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import numpy as np
 
@@ -24,10 +23,6 @@ from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, format_count, parse_bytes
 
-if TYPE_CHECKING:
-    from parlinalg.planning.machine import Machine
-    from parlinalg.planning.routines import RoutineTime
-
 ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd")
 SQUARE = ("cholesky", "solve", "eigh")
 SOLUTIONS = ("solve", "lstsq")
@@ -35,6 +30,24 @@ SOLUTIONS = ("solve", "lstsq")
 DTYPES = ("float32", "float64", "complex64", "complex128")
 LONGER, SHORTER = 1 << 27, 1 << 23
 """Rows or columns of the largest matrix that is planned, on its longer and its shorter side: each is counted."""
+
+
+class PlannedTime(Protocol):
+    """The time of a plan on a machine, which `str` explains."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Timing(Protocol):
+    """What a plan asks of a machine (`parlinalg.planning.machine.Machine`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gpus(self) -> bool: ...
+    def ranks_on_node(self, ranks: int) -> int: ...
+    def times_of(self, plans: Sequence[LinalgPlan]) -> Sequence[PlannedTime]: ...
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,8 @@ class LinalgPlan:
         The bytes a rank may use, as asked for.
     faster : LinalgPlan or None
         The plan that would have been chosen without the limit, where it needs more.
-    foreseen : RoutineTime or None
-        The time on a machine, where one was given.
+    foreseen : PlannedTime or None
+        The time, in `seconds`, on a machine, where one was given.
     slower : tuple of LinalgPlan
         The plans that were compared by their time on that machine, the next best first.
     """
@@ -85,7 +98,7 @@ class LinalgPlan:
     pivoting: bool = False
     limit: int | None = None
     faster: LinalgPlan | None = None
-    foreseen: RoutineTime | None = field(default=None, compare=False, repr=False)
+    foreseen: PlannedTime | None = field(default=None, compare=False, repr=False)
     slower: tuple[LinalgPlan, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -303,7 +316,7 @@ def plan_linalg(
     rate: float | None = None,
     depth: SupportsIndex | None = None,
     pivoting: bool = False,
-    machine: Machine | str | PathLike[str] | None = None,
+    machine: Timing | None = None,
 ) -> LinalgPlan:
     """Choose the grid and the tiles for a factorization of a matrix [m, n], by default [m, m].
 
@@ -341,14 +354,14 @@ def plan_linalg(
         The number of layers, to take this one.
     pivoting : bool
         Of `qr`: with column pivoting, `qr(A, pivoting=True)`, whose tiles have 32 columns on any grid.
-    machine : Machine, str or path, optional
-        A machine, the name of a shipped one, or its file, to predict times on it, and to choose by them.  Ranks of one
-        of its nodes share memory.
+    machine : Machine, optional
+        What `pla.load_machine` returns, to predict times on it, and to choose by them.  Ranks of one of its nodes share
+        memory.
 
     Raises
     ------
     ConfigError
-        If there is no such machine, its file is wrong, or it has no rate of products for the dtype.
+        If the machine has no rate of products for the dtype.
     PlanError
         If the routine is unknown, an argument is not what it should be, or no plan fits the memory; then the message
         says the least memory that would do.
@@ -372,9 +385,10 @@ def plan_linalg(
     if machine is not None:
         if constants is not None or rate is not None:
             raise PlanError("a plan takes measured constants (--measure) or a machine, not both")
-        from parlinalg.planning.machine import load_machine
-
-        machine = load_machine(machine)
+        if not hasattr(machine, "times_of"):
+            raise PlanError(
+                f"machine={machine!r} is no Machine: give what pla.load_machine returns for a name or a file"
+            )
         near = machine.ranks_on_node(count) == count if near is None else near
     near = count <= tile_sizes.FEW if near is None else near
     sides = whole_number("sides", sides, 0)
@@ -387,7 +401,7 @@ def plan_linalg(
         raise PlanError(f"pivoting=True is for qr, not {routine}; lu and solve always choose pivots")
     if pivoting and given is not None:
         raise PlanError(f"qr with pivoting has tiles of {PIVOTED} columns on any grid; leave block={given} out")
-    if machine is not None and machine.kernels.asynchronous:
+    if machine is not None and machine.gpus:
         if wanted not in (None, 1):
             raise PlanError(f"depth={wanted}: the ranks of {machine.name} are GPUs, which form one layer")
         wanted = 1
@@ -420,20 +434,16 @@ def plan_linalg(
     return best if machine is None else _by_machine(machine, best, plans)
 
 
-def _by_machine(machine: Machine, best: LinalgPlan, plans: list[LinalgPlan]) -> LinalgPlan:
+def _by_machine(machine: Timing, best: LinalgPlan, plans: list[LinalgPlan]) -> LinalgPlan:
     """Return the fastest plan on a machine among `best` and others that fit, in the order of the model of time."""
-    from parlinalg.planning.routines import COMPARED, MOST_STEPS, Foresight, steps
-
     others: dict[tuple[int, ...], LinalgPlan] = {}
     for plan in sorted(plans, key=lambda plan: plan.time.total):
         fits = plan.limit is None or plan.need <= plan.limit
         if fits and (plan.depth in (best.depth, 1) or _layers_allowed(plan)):
             others.setdefault(_arranged(plan), replace(plan, faster=best.faster))
     others.pop(_arranged(best), None)
-    count = min(COMPARED, max(1, MOST_STEPS // max(1, steps(best))))
-    compared = [best, *others.values()][:count]
-    foresight = Foresight(machine, len(compared))
-    timed = [replace(plan, foreseen=foresight.time(plan)) for plan in compared]
+    compared = [best, *others.values()]
+    timed = [replace(plan, foreseen=time) for plan, time in zip(compared, machine.times_of(compared), strict=False)]
     first, *rest = sorted(timed, key=lambda plan: plan.foreseen.seconds if plan.foreseen else math.inf)
     return replace(first, slower=tuple(rest))
 

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.files import read_bytes
@@ -43,6 +43,10 @@ from parlinalg.planning.machine_schema import (
 )
 from parlinalg.planning.trace import Attention, Factorization, Gemm, Kernel
 from parlinalg.units import ITEMSIZE
+
+if TYPE_CHECKING:
+    from parlinalg.linalg.planner import LinalgPlan
+    from parlinalg.planning.routines import RoutineTime
 
 FOLDER = Path(__file__).parent / "machines"
 GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -488,6 +492,23 @@ class Machine:
     def ranks_on_node(self, ranks: int) -> int:
         """Return how many of so many ranks are on one node: all without a network, else at most as many as it has."""
         return ranks if self.network is None else min(ranks, self.ranks_per_node)
+
+    @property
+    def gpus(self) -> bool:
+        """True if ranks are GPUs, to which the host launches operations ahead."""
+        return self.kernels.asynchronous
+
+    def times_of(self, plans: Sequence[LinalgPlan]) -> list[RoutineTime]:
+        """Return the times of planned factorizations, of as many of the first ones as take some seconds to trace.
+
+        Raises
+        ------
+        ConfigError
+            If the machine's file has no rate of products for the dtype.
+        """
+        from parlinalg.planning.routines import times_on
+
+        return times_on(self, plans)
 
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,69 +62,58 @@ class RoutineTime:
         return f"about {format_seconds(self.seconds)} on {self.machine.name}, by operations, words and calls: {shares}"
 
 
-class Foresight:
-    """Times of plans on a machine, which are compared alike.
+def times_on(machine: Machine, plans: Sequence[LinalgPlan]) -> list[RoutineTime]:
+    """Return the times of plans on a machine, of as many of the first ones as are compared.
 
-    Parameters
-    ----------
-    plans : int
-        How many plans are to be compared.
+    Raises
+    ------
+    ConfigError
+        If the machine's file has no rate of products for the dtype.
     """
+    best = plans[0]
+    machine.peak(best.dtype)  # a dtype without a rate is refused before anything runs
+    plans = plans[: min(COMPARED, max(1, MOST_STEPS // max(1, steps(best))))]
+    return [
+        _modelled(machine, plan) if steps(plan) > MOST_STEPS else _traced(machine, plan, len(plans)) for plan in plans
+    ]
 
-    def __init__(self, machine: Machine, plans: int = 1) -> None:
-        self.machine, self._plans = machine, plans
 
-    def time(self, plan: LinalgPlan) -> RoutineTime:
-        """Return the time of a plan.
+def _traced(machine: Machine, plan: LinalgPlan, compared: int) -> RoutineTime:
+    """Return the time of the routine's trace, where so many plans are compared."""
+    every = not by_columns(plan) and plan.ranks * steps(plan) * compared <= STEPS_OF_ALL
+    on_node, peaks, traces = machine.ranks_on_node(plan.ranks), [], []
+    for rank in range(plan.ranks if every else 1):
+        trace, peak = traced(plan, rank, on_node, gpu=machine.gpus)
+        traces.append(replace(trace, stands_for=(rank,)) if every else trace)
+        peaks.append(peak)
+    run = timeline(traces, machine, on_node=on_node)
+    return RoutineTime(machine, run.seconds, run, max(peaks), {})
 
-        Raises
-        ------
-        ConfigError
-            If the machine's file has no rate of products for the dtype.
-        """
-        self.machine.peak(plan.dtype)  # a dtype without a rate is refused before anything runs
-        return self._modelled(plan) if steps(plan) > MOST_STEPS else self._traced(plan)
 
-    def _traced(self, plan: LinalgPlan) -> RoutineTime:
-        """Return the time of the routine's trace."""
-        every = not by_columns(plan) and plan.ranks * steps(plan) * self._plans <= STEPS_OF_ALL
-        on_node, peaks, traces = self.machine.ranks_on_node(plan.ranks), [], []
-        for rank in range(plan.ranks if every else 1):
-            trace, peak = traced(plan, rank, on_node, gpu=self.machine.kernels.asynchronous)
-            traces.append(replace(trace, stands_for=(rank,)) if every else trace)
-            peaks.append(peak)
-        run = timeline(traces, self.machine, on_node=on_node)
-        return RoutineTime(self.machine, run.seconds, run, max(peaks), {})
+def _modelled(machine: Machine, plan: LinalgPlan) -> RoutineTime:
+    """Return the time of the plan's operations, words and calls."""
+    itemsize, on_node = ITEMSIZE[plan.dtype], machine.ranks_on_node(plan.ranks)
+    real = 4 if plan.dtype.startswith("complex") else 1
+    rate = machine.best_rate(plan.dtype) / real / machine.crowd(on_node, plan.ranks)
+    found = {"products": plan.time.products / rate, "panels": plan.time.panels / rate}
+    found = {name: seconds for name, seconds in found.items() if seconds}
+    moves: defaultdict[str, float] = defaultdict(float)
+    words, calls = plan.costs.book(plan.busiest)
+    for (op, axes), count in calls.items():
+        size = math.prod(plan.sizes[a] for a in axes if a in plan.sizes) if axes else plan.ranks
+        local = max(1, min(size, on_node // _stride(plan, axes)))
+        each = float(words[op, axes] * itemsize) / max(1, count)
+        one = machine.transfer(op, each, max(2, size), local, on_node, plan.ranks)
+        moves[op.replace("_", "-") + "s"] += count * one.total
+    found |= moves
+    return RoutineTime(machine, sum(found.values()), None, None, found)
 
-    def _modelled(self, plan: LinalgPlan) -> RoutineTime:
-        """Return the time of the plan's operations, words and calls."""
-        machine, rank, itemsize = self.machine, plan.busiest, ITEMSIZE[plan.dtype]
-        on_node = machine.ranks_on_node(plan.ranks)
-        real = 4 if plan.dtype.startswith("complex") else 1
-        rate = machine.best_rate(plan.dtype) / real / machine.crowd(on_node, plan.ranks)
-        found = {"products": plan.time.products / rate, "panels": plan.time.panels / rate}
-        found = {name: seconds for name, seconds in found.items() if seconds}
-        moves: defaultdict[str, float] = defaultdict(float)
-        words, calls = plan.costs.book(rank)
-        for (op, axes), count in calls.items():
-            size = math.prod(plan.sizes[a] for a in axes if a in plan.sizes) if axes else plan.ranks
-            stride = self._stride(plan, axes)
-            local = max(1, min(size, on_node // stride))
-            each = float(words[op, axes] * itemsize) / max(1, count)
-            if op == "all_reduce":
-                each /= 2  # the ledger counts both of its halves
-            moves[op.replace("_", "-") + "s"] += count * machine.transfer(
-                op, each, max(2, size), local, on_node, plan.ranks
-            ).total  # fmt: skip
-        found |= moves
-        return RoutineTime(machine, sum(found.values()), None, None, found)
 
-    @staticmethod
-    def _stride(plan: LinalgPlan, axes: tuple[str, ...]) -> int:
-        """Return how far the ranks that follow each other along some axes are apart."""
-        names = list(plan.sizes)
-        last = max((names.index(a) for a in axes if a in names), default=len(names) - 1)
-        return math.prod(list(plan.sizes.values())[last + 1 :])
+def _stride(plan: LinalgPlan, axes: tuple[str, ...]) -> int:
+    """Return how far the ranks that follow each other along some axes are apart."""
+    names = list(plan.sizes)
+    last = max((names.index(a) for a in axes if a in names), default=len(names) - 1)
+    return math.prod(list(plan.sizes.values())[last + 1 :])
 
 
 def by_columns(plan: LinalgPlan) -> bool:
