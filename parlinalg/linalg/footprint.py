@@ -30,7 +30,7 @@ sent of it, this step's and the last one's."""
 def footprint(plan: LinalgPlan, *, by_tiles: bool = False) -> tuple[int, int, int]:
     """Return the elements at rest, in tiles, and in buffers and results, of the rank that needs the most.
 
-    With `by_tiles` they are those of `qr` of a matrix that is too ill conditioned for its Gram matrix.
+    With `by_tiles` they are those for a matrix of `qr` that is too ill conditioned for its Gram matrix.
     """
     if plan.routine == "svd" or plan.pivoting:
         return _of_vectors(plan)
@@ -41,34 +41,41 @@ def footprint(plan: LinalgPlan, *, by_tiles: bool = False) -> tuple[int, int, in
     if plan.routine == "eigh" and plan.ranks > 1:
         tiles, more = _eigh(plan, n)
         return rest, tiles, more
-    deal = plan.deal
-    rows, columns = deal.most(m, n)
-    tiles = rows * columns
+    rows, columns = plan.deal.most(m, n)
     if plan.routine in ("lu", "qr"):
-        return rest, tiles, _factors(plan, rest, rows, columns)
-    sides = _resting(plan, plan.m, plan.sides) if plan.routine in ("solve", "lstsq") else 0
+        return rest, rows * columns, _factors(plan, rest, rows, columns)
+    if plan.routine == "cholesky" and not plan.near and plan.ranks > 1 and n:
+        return rest, rows * columns, _cholesky(plan, rest, rows, columns)
+    return _solved(plan, rest, rows, columns)
+
+
+def _cholesky(plan: LinalgPlan, rest: int, rows: int, columns: int) -> int:
+    """Return the elements that `cholesky` holds beside a matrix at rest and in tiles [rows, columns], on ranks that
+    share no memory: panels, other layers' terms of them, or L on its way home."""
+    deal, n, tiles, b = plan.deal, plan.n, rows * columns, min(plan.deal.size, plan.n)
+    panels = max(int(PANELS * rows * b), rows * b + _terms(deal, n), _trip(plan, tiles, rest) // 2)
+    home = rest + _trip(plan, tiles // 2, rest // 2)
+    if deal.D > 1:  # this layer's panels alone come home
+        home = max(home + tiles // deal.D - tiles, math.prod(deal.flat().most(n, n)))
+    return max(panels, home)
+
+
+def _solved(plan: LinalgPlan, rest: int, rows: int, columns: int) -> tuple[int, int, int]:
+    """Return what `footprint` does, of `solve` and `lstsq`, and of routines whose result lies like the matrix."""
+    (m, n), deal, tiles = plan.shape, plan.deal, rows * columns
     b = min(deal.size, m, n)
     panels = 3 * rows * b + 2 * columns * b + 2 * (max(deal.R, 2) + 1) * b * b  # the tournament of R grid rows
+    if plan.routine not in ("solve", "lstsq"):
+        return rest, tiles, max(panels, rest) + rest * (1 + 3 * (plan.routine == "eigh"))
+    beside = _resting(plan, plan.m, plan.sides), rows * deal.most(m, plan.sides)[1]
     if plan.routine == "lstsq":
-        rest, tiles = rest + sides, tiles + rows * deal.most(m, plan.sides)[1]
-        return rest, tiles, max(panels, rest) + tiles
-    if plan.near or plan.ranks == 1 or not min(m, n):
-        more = max(panels, rest) + rest * (1 + 3 * (plan.routine == "eigh"))
-        if plan.routine == "solve":
-            tiles, rest = tiles + rows * deal.most(m, plan.sides)[1], rest + sides
-        return rest, tiles, more
-    if plan.routine == "cholesky":
-        more = max(int(PANELS * rows * b), rows * b + _terms(deal, n), _trip(plan, tiles, rest) // 2)
-        home = rest + _trip(plan, tiles // 2, rest // 2)
-        if deal.D > 1:  # this layer's panels alone come home
-            home = max(home + tiles // deal.D - tiles, math.prod(deal.flat().most(m, n)))
-        return rest, tiles, max(more, home)
-    wide = rows * deal.most(m, plan.sides)[1]
-    if deal.D > 1:
-        more = max(_to_one_layer(plan, tiles), panels)
+        tiles += beside[1]
+        return rest + beside[0], tiles, max(panels, rest + beside[0]) + tiles
+    if plan.near or plan.ranks == 1:
+        more = max(panels, rest) + rest
     else:
-        more = max(panels, _trip(plan, tiles, rest))
-    return rest + sides, tiles + wide, more
+        more = max(panels, _to_one_layer(plan, tiles) if deal.D > 1 else _trip(plan, tiles, rest))
+    return rest + beside[0], tiles + beside[1], more
 
 
 def _resting(plan: LinalgPlan, m: int, n: int) -> int:
