@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from parlinalg.linalg.planner import LinalgPlan
 
 HELD = ("at rest", "in tiles", "in buffers and results")
-PANELS = 4.4
-"""The rows and columns of panels that `cholesky` holds beside its tiles, by those of one panel: the panel and what is
-sent of it, this step's and the last one's."""
 
 
 def footprint(plan: LinalgPlan, *, by_tiles: bool = False) -> tuple[int, int, int]:
@@ -53,7 +50,8 @@ def _cholesky(plan: LinalgPlan, rest: int, rows: int, columns: int) -> int:
     """Return the elements that `cholesky` holds beside a matrix at rest and in tiles [rows, columns], on ranks that
     share no memory: panels, other layers' terms of them, or L on its way home."""
     deal, n, tiles, b = plan.deal, plan.n, rows * columns, min(plan.deal.size, plan.n)
-    panels = max(int(PANELS * rows * b), rows * b + _terms(deal, n), _trip(plan, tiles, rest) // 2)
+    # two panels, and of the first what is sent down, beside it and across, which are shorter by a tile or more
+    panels = max(5 * rows * b - 6 * b * b, 2 * rows * b, _terms(deal, n), _trip(plan, tiles, rest) // 2)
     home = rest + _trip(plan, tiles // 2, rest // 2)
     if deal.D > 1:  # this layer's panels alone come home
         home = max(home + tiles // deal.D - tiles, math.prod(deal.flat().most(n, n)))
@@ -108,9 +106,9 @@ def _by_gram(plan: LinalgPlan, rest: int) -> int:
 
 
 def _terms(deal: Deal, n: int) -> int:
-    """Return the most elements of other layers' terms of a panel, of `cholesky` on several layers."""
+    """Return the most elements of a panel of `cholesky`, its message, and other layers' terms of it."""
     b, D = deal.size, deal.D
-    return max((min(D - 1, t) * -(-(n - t * b) // deal.R) * b for t in range(-(-n // b))), default=0)
+    return max(((min(D - 1, t) + 2) * -(-(n - t * b) // deal.R) * b for t in range(-(-n // b))), default=0)
 
 
 def _to_one_layer(plan: LinalgPlan, tiles: int) -> int:
