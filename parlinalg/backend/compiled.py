@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -144,6 +145,19 @@ def ready(*blocks: Block, kind: Any = np.ndarray) -> bool:
     if any(type(b) is not kind or b.dtype != first.dtype for b in blocks[1:]):
         return False
     return available() if kind is np.ndarray else _wanted()
+
+
+@contextmanager
+def as_loop(name: str, like: Block, *blocks: Block) -> Iterator[None]:
+    """Count what is done within as one kernel that passes over these blocks, if `like` is an array without values that
+    stands for such as loops take: with real ones a loop does it."""
+    if not (ready(like, kind=ShapeArray) and like.device.cpu):
+        yield
+        return
+    device = like.device
+    with device.one_kernel():
+        yield
+    device.kernel(name, sum(block.nbytes for block in blocks), max(block.size for block in blocks), blocks[0].dtype)
 
 
 def _wanted() -> bool:

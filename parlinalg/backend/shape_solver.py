@@ -14,6 +14,24 @@ from parlinalg.backend.shapes import ShapeArray, ShapesBackend, lack_values, val
 
 Block = Any
 
+BLOCK = 32
+"""The columns of a panel in LAPACK's reductions."""
+
+
+def _note(
+    a: Block, name: str, elements: int, flops: float, width: int, nbytes: int | None = None
+) -> None:  # fmt: skip
+    """Note what LAPACK computes of a block; see `ShapesBackend.factorization`."""
+    nbytes = 2 * a.nbytes if nbytes is None else nbytes
+    a.device.factorization(name, elements, a.dtype, nbytes=nbytes, flops=flops, width=width)
+
+
+def _of_columns(a: Block) -> float:
+    """Return the operations of the LU factorization of matrices [m, n]; QR factorization has twice as many."""
+    *_, m, n = a.shape
+    k, count = min(m, n), a.size / max(1, m * n)
+    return float(count * (2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3))
+
 
 def raising() -> AbstractContextManager[None]:
     """Return a context in which failures raise LinAlgError; nothing fails here."""
@@ -24,13 +42,13 @@ def substitute(
     t: Block, b: Block, *, right: bool = False, lower: bool = False, adjoint: bool = False, unit: bool = False
 ) -> None:
     """Note that b is replaced by the solution of `op(t) x = b`, half the work of a product."""
-    b.device.kernel("trsm", t.nbytes + 2 * b.nbytes, b.size * len(t), b.dtype)
+    _note(b, "trsm", b.size * len(t), b.size * len(t), len(t) // 2, t.nbytes + 2 * b.nbytes)
 
 
 def cholesky(a: Block) -> int:
     """Note that the lower triangle of a is replaced by its Cholesky factor; return 0, if minors are to be positive."""
     a.device.assume("finite", "whether a matrix is positive definite")
-    a.device.kernel("potrf", 2 * a.nbytes, a.size * len(a), a.dtype)
+    _note(a, "potrf", a.size * len(a), a.size * len(a) / 3, len(a) // 2)
     return 0
 
 
@@ -42,15 +60,15 @@ def lower(a: Block) -> tuple[Block, int]:
 def lu(a: Block) -> Any:
     """Return an array for L and U, and the interchanges of the rows: none."""
     a.device.assume("pivots", "the choice of pivots")
-    a.device.kernel("getrf", 2 * a.nbytes, a.size * min(a.shape), a.dtype)
+    _note(a, "getrf", a.size * min(a.shape), _of_columns(a), min(a.shape) // 2)
     return a.device.empty(a.shape, a.dtype), np.arange(min(a.shape))
 
 
 def qr(a: Block) -> Any:
     """Return arrays for Q and R, reduced."""
     (m, n), k = a.shape, min(a.shape)
-    a.device.kernel("geqrf", 2 * a.nbytes, a.size * k, a.dtype)
-    a.device.kernel("orgqr", 2 * m * k * a.itemsize, m * k * k, a.dtype)
+    _note(a, "geqrf", a.size * k, 2 * _of_columns(a), k // 2)
+    _note(a, "orgqr", m * k * k, 2 * m * k * k - 2 * k**3 / 3, k // 2, 2 * m * k * a.itemsize)
     return a.device.empty((m, k), a.dtype), a.device.empty((k, n), a.dtype)
 
 
@@ -59,12 +77,13 @@ def pivoted_qr(a: Block, mode: str) -> tuple[Block, ...]:
     a.device.assume("pivots", "the choice of pivots")
     *lead, m, n = a.shape
     height = m if mode == "complete" else min(m, n)
-    a.device.kernel("geqp3", 2 * a.nbytes, 2 * a.size * min(m, n), a.dtype)
+    half = _of_columns(a)  # the other one is products with vectors, as in `gebrd`
+    _note(a, "geqp3", 2 * a.size * min(m, n), half, min(m, n, BLOCK), 2 * a.nbytes + min(m, n) * a.nbytes // 2)
     q, r = a.device.empty((*lead, m, height), a.dtype), a.device.empty((*lead, height, n), a.dtype)
     p = a.device.empty((*lead, n), np.dtype(np.int64))
     if mode == "r":
         return r, p
-    a.device.kernel("orgqr", 2 * q.nbytes, 2 * q.size * min(m, n), a.dtype)
+    _note(a, "orgqr", 2 * q.size * min(m, n), 2 * q.size * min(m, n), min(m, n) // 2, 2 * q.nbytes)
     return q, r, p
 
 
@@ -73,13 +92,13 @@ def reflections(a: Block) -> tuple[Block, Block, Block] | None:
     if not a.device.cpu:
         return None
     n = a.shape[1]
-    a.device.kernel("geqrt", 2 * a.nbytes, a.size * n, a.dtype)
+    _note(a, "geqrt", a.size * n, 2 * _of_columns(a) + a.size * n, n // 2)
     return tuple(a.device.empty(shape, a.dtype) for shape in (a.shape, (n, n), (n, n)))
 
 
 def unpivoted(a: Block) -> tuple[Block, Block, Block]:
     """Return arrays for L, U and signs."""
-    a.device.kernel("laorhr_col_getrfnp", 2 * a.nbytes, a.size * len(a), a.dtype)
+    _note(a, "laorhr_col_getrfnp", a.size * len(a), 2 * a.size * len(a) / 3, len(a) // 2)
     return tuple(a.device.empty(shape, a.dtype) for shape in (a.shape, a.shape, (len(a),)))
 
 
@@ -90,14 +109,15 @@ def schur(h: Block, vectors: bool) -> tuple[Block, Block, Block, int]:
     """Return arrays for T and Z of a Schur form, an array for the eigenvalues, and 0, if the iteration converges."""
     h.device.assume("finite", "whether the QR iteration converges")
     n = len(h)
-    h.device.kernel("hseqr", (2 + vectors) * h.nbytes, (25 if vectors else 10) * n**3, h.dtype)
+    operations = (25 if vectors else 10) * n**3  # Golub and Van Loan
+    _note(h, "hseqr", operations, operations, BLOCK, (2 + vectors) * h.nbytes)
     t, z = (h.device.empty((m, m), h.dtype) for m in (n, n if vectors else 1))
     return t, z, h.device.empty((n,), np.result_type(h.dtype, np.complex64)), 0
 
 
 def triangular_vectors(t: Block) -> Block:
     """Return an array for the eigenvectors of a Schur form."""
-    t.device.kernel("trevc", 2 * t.nbytes, t.size * len(t), t.dtype)
+    _note(t, "trevc", t.size * len(t), t.size * len(t), BLOCK)
     return t.device.empty(t.shape, t.dtype)
 
 
@@ -134,20 +154,21 @@ def tridiagonal_values(d: Block) -> Block:
 def tridiagonal_vectors(d: Block) -> tuple[Block, Block]:
     """Return arrays for the eigenvalues and vectors of a tridiagonal matrix."""
     n = len(d)
-    d.device.kernel("stevd", 2 * d.nbytes + n * d.nbytes, n**3, d.dtype)
+    _note(d, "stevd", n**3, 4 * n**3 / 3, n // 2, 2 * d.nbytes + n * d.nbytes)
     return d.device.empty(d.shape, d.dtype), d.device.empty((n, n), d.dtype)
 
 
 def bidiagonal(a: Block) -> tuple[Block, Block, Block, Block]:
     """Return arrays for a bidiagonal matrix, and for the factors of the reflections that make a matrix so."""
     n, empty = a.shape[1], a.device.empty
-    a.device.kernel("gebrd", 2 * a.nbytes, 2 * a.size * n, a.dtype)
+    # half of it is products with vectors, for two of which in each column what is left passes through memory
+    _note(a, "gebrd", 2 * a.size * n, 2 * _of_columns(a), BLOCK, 2 * a.nbytes + 2 * n * a.nbytes // 3)
     return empty((n,), a.real.dtype), empty((max(0, n - 1),), a.real.dtype), empty((n,), a.dtype), empty((n,), a.dtype)
 
 
 def reflect_back(a: Block, z: Block) -> None:
     """Note that the reflections of a bidiagonal form are applied to a matrix."""
-    z.device.kernel("ormbr", a.nbytes + 2 * z.nbytes, z.size * min(a.shape), z.dtype)
+    _note(z, "ormbr", z.size * min(a.shape), 2 * z.size * min(a.shape), BLOCK, a.nbytes + 2 * z.nbytes)
 
 
 def bidiagonal_values(d: Block) -> Block:
@@ -159,7 +180,8 @@ def bidiagonal_values(d: Block) -> Block:
 def bidiagonal_vectors(d: Block, left: int, right: int, columns: int) -> tuple[Block, Block, Block]:
     """Return arrays for the singular values, and for so many rows of the left and of the right vectors."""
     n = len(d)
-    d.device.kernel("lasdq", 2 * d.nbytes + 2 * n * d.nbytes, 2 * n**3, d.dtype)
+    operations = 3 * n * n * (left + right)  # about two rotations for each element of a vector, on n values
+    _note(d, "lasdq", 2 * n**3, operations, 1, 2 * d.nbytes + 2 * n * d.nbytes)
     empty = d.device.empty
     return empty(d.shape, d.dtype), empty((left, n), d.dtype), empty((right, columns), d.dtype)
 
@@ -168,6 +190,15 @@ def secular_roots(d: Block, count: int) -> Block:
     """Return an array for so many roots of a secular equation, with the nearest pole of each and how far it is."""
     d.device.kernel("laed4", count * d.nbytes, count * d.size, d.dtype)
     return d.device.empty((count, 3), d.dtype)
+
+
+_NUMPY = {
+    "cholesky": (1 / 3, 0.0), "qr": (8 / 3, 0.0), "inv": (2.0, 0.0), "det": (2 / 3, 0.0), "slogdet": (2 / 3, 0.0),
+    "solve": (2 / 3, 0.0), "eigh": (4.0, 1 / 6), "eigvalsh": (2 / 3, 1 / 6), "svd": (8.0, 2 / 3), "eig": (25.0, 0.0),
+    "eigvals": (10.0, 0.0),
+}  # fmt: skip
+"""Operations of square matrices by n³, of products of blocks, and how often each element passes through memory for
+products with vectors, by n."""
 
 
 class Factorizations:
@@ -186,7 +217,12 @@ class Factorizations:
         NumPy computes in double precision: it copies other matrices first, and casts the results one by one.
         """
         self._device.assume("finite", f"whether linalg.{name} of a matrix succeeds")
-        self._device.kernel(f"linalg.{name}", 2 * a.nbytes, a.size * min(a.shape[-2:]), a.dtype)
+        few = min(a.shape[-2:])
+        through, vectors = _NUMPY.get(name, (2.0, 0.0))
+        self._device.factorization(
+            f"linalg.{name}", a.size * few, a.dtype, nbytes=2 * a.nbytes + int(vectors * few * a.nbytes),
+            flops=through * a.size * few, width=few // 2,
+        )  # fmt: skip
         dtype, double = a.dtype if dtype is None else dtype, np.result_type(a.dtype, np.float64)
         casts, wide, work = self._device.cpu and double != a.dtype, list[ShapeArray](), list[ShapeArray]()
         if casts:

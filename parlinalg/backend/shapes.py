@@ -157,6 +157,7 @@ class Recorder(Protocol):
         self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str, more: int,
         fused: bool,
     ) -> None: ...  # fmt: skip
+    def factorization(self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int) -> None: ...
     def memory(self, category: str, nbytes: int) -> None: ...
     def start(
         self, op: str, axes: tuple[str, ...], ranks: tuple[int, ...], nbytes: int, sent: int, peer: int | None,
@@ -291,6 +292,14 @@ class ShapesBackend:
         `fused` says that the library would take a fused kernel."""
         if self.recorder is not None and not self._within and elements:
             self.recorder.attention(name, nbytes, elements, _name_of(dtype), flops, width, _name_of(given), more, fused)
+
+    def factorization(
+        self, name: str, elements: int, dtype: Any, *, nbytes: int, flops: float, width: int
+    ) -> None:  # fmt: skip
+        """Note what LAPACK computes of blocks: so many operations of real or complex products with the inner dim
+        `width`, while so many bytes pass through memory."""
+        if self.recorder is not None and not self._within and elements:
+            self.recorder.factorization(name, nbytes, elements, _name_of(dtype), int(flops), max(1, width))
 
     def product(
         self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1, attention: Any = None,

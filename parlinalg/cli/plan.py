@@ -82,9 +82,14 @@ def _add_routine(what: Commands, name: str, matrix: str) -> None:
     routine.add_argument(
         "--apart", action="store_true", help=f"the ranks share no memory (default: up to {FEW} ranks share it)"
     )
-    routine.add_argument(
+    times = routine.add_mutually_exclusive_group()
+    times.add_argument(
         "--measure", action="store_true", help="measure products, and under mpiexec latency and bandwidth"
     )
+    times.add_argument(
+        "--machine", metavar="NAME|FILE",
+        help="choose by predicted times on a machine: a shipped one, such as a100, or a .toml file",
+    )  # fmt: skip
     routine.set_defaults(run=run_routine, routine=name)
 
 
@@ -173,6 +178,7 @@ def run_matmul(args: argparse.Namespace) -> int:
 def run_routine(args: argparse.Namespace) -> int:
     """Print the plan of a factorization."""
     from parlinalg.linalg.planner import plan_linalg
+    from parlinalg.planning.machine import load_machine
     from parlinalg.planning.measure import measure_constants
 
     if len(args.size) > 2:
@@ -183,6 +189,7 @@ def run_routine(args: argparse.Namespace) -> int:
         sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
         near=False if args.apart else None, constants=constants, rate=rate,
         depth=getattr(args, "depth", None), pivoting=getattr(args, "pivoting", False),
+        machine=None if args.machine is None else load_machine(args.machine),
     )  # fmt: skip
     if speaks():
         tell(plan.explain())

@@ -190,25 +190,29 @@ class Tridiagonal(Reduction):
             if fast and _reflector_loop(x, done, after, v, scalars):
                 tau[q], self.e[j] = scalars
             else:
-                x[done] = 0
-                v[:], tau[q], self.e[j] = reflector(x, after)
+                with compiled.as_loop("reflector", both, x, v):
+                    x[done] = 0
+                    v[:], tau[q], self.e[j] = reflector(x, after)
             half.times(v, y)
             if fast:
                 _inner_loop(both, old, mine.start, mine.stop, term)
             else:
-                term[m : size - 1] = (both[:old, mine] @ v[mine].conj()).conj()
-                term[size - 1] = np.vdot(v, y)
+                with compiled.as_loop("inner", both, both[: old + 1, mine], term):
+                    term[m : size - 1] = (both[:old, mine] @ v[mine].conj()).conj()
+                    term[size - 1] = np.vdot(v, y)
             found = group.all_reduce(term[:size])
             pair = xp.empty((mine.stop - mine.start, 1 + (q + 1 < b)), dtype)
-            _columns(pair, found, both[: old + 1], columns[q + 1 : q + 2], mine.start, after, tau[q])
+            with compiled.as_loop("columns", both, both[: old + 1, mine], pair):
+                _columns(pair, found, both[: old + 1], columns[q + 1 : q + 2], mine.start, after, tau[q])
             whole = group.all_gather(pair, counts)
             if fast:
                 _parted_loop(whole, both[old + 1], x, done)
                 continue
-            both[old + 1] = whole[:, 0]
-            if q + 1 < b:
-                x = whole[:, 1].copy()
-            both[old + 1, done] = 0
+            with compiled.as_loop("parted", both, whole, whole):
+                both[old + 1] = whole[:, 0]
+                if q + 1 < b:
+                    x = whole[:, 1].copy()
+                both[old + 1, done] = 0
         del columns, x
         half.update(k + b, both)
         if not self.keep:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from parlinalg.linalg import tile_sizes
+from parlinalg.linalg.footprint import footprint
 from parlinalg.linalg.planner import (
     SOLUTIONS,
     LinalgPlan,
@@ -17,7 +18,7 @@ from parlinalg.linalg.planner import (
     two_axis_grids,
 )
 from parlinalg.linalg.tile_sizes import Time
-from parlinalg.units import format_bytes, format_count, format_flops, format_seconds
+from parlinalg.units import ITEMSIZE, format_bytes, format_count, format_flops, format_seconds
 
 RUNNERS_UP = 3
 
@@ -132,13 +133,19 @@ def _parts(plan: LinalgPlan) -> list[tuple[str, str]]:
 
 def _memory(plan: LinalgPlan) -> str:
     parts = ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.memory.items())
-    return f"about {format_bytes(sum(plan.memory.values()))} a rank: {parts}"
+    text = f"about {format_bytes(plan.need)} a rank: {parts}"
+    if plan.routine == "qr" and plan.gram and not plan.pivoting:
+        more = sum(footprint(plan, by_tiles=True)) * ITEMSIZE[plan.dtype]
+        text += f"; {format_bytes(more)} if the matrix is too ill conditioned for its Gram matrix"
+    return text
 
 
 def _time(plan: LinalgPlan) -> str:
     total = plan.time.total
     if not total:
         return "none: there is nothing to compute"
+    if plan.foreseen is not None:
+        return str(plan.foreseen)
     parts = zip(Time._fields, plan.time, strict=True)
     shares = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts)
     text = f"that of {format_flops(total, 'FLOP')} in fast products"
@@ -150,6 +157,13 @@ def _time(plan: LinalgPlan) -> str:
 def _others(plan: LinalgPlan) -> list[str]:
     """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
     deal, best = plan.deal, plan.time.total or 1
+
+    if plan.foreseen is not None and plan.slower:
+        least = plan.foreseen.seconds or 1
+        return [
+            f"{grid_and_tiles(each)}: {_more(100 * (each.foreseen.seconds / least - 1))}"
+            for each in plan.slower if each.foreseen is not None
+        ]  # fmt: skip
 
     def line(name: str, other: LinalgPlan) -> str:
         more = 100 * (other.time.total / best - 1)

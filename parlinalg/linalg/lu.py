@@ -176,8 +176,9 @@ class LU(Panels):
         message = np.empty(head + b, self.a.dtype)
         tiles.deep.broadcast(message, root, wait=False).wait()
         owners, places = message[:head].view(np.int64).reshape(2, b)
+        diagonal: Any = message[head:]
         if not has_values(self.a):
-            owners, places = self._winners(b)
+            (owners, places), diagonal = self._winners(b), namespace(self.a).empty(b, self.a.dtype)
         done = len(self._won[tiles.i])
         chosen = places[owners == tiles.i] + done
         behind = self.a[:, c:]
@@ -191,7 +192,7 @@ class LU(Panels):
         _to_front(done, chosen, self.a[:, : self.column(k)], self.rows)
         _fill(behind, done, chosen)
         self._win(k, owners, np.bincount(owners, minlength=tiles.R).tolist())
-        self._diagonals.append(message[head:])
+        self._diagonals.append(diagonal)
         return step
 
     def first_row(self, k: int) -> int:

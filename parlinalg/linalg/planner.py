@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from parlinalg import tunables
 from parlinalg.errors import PlanError
 from parlinalg.grid import default_layout
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal, costs, divide, tile_sizes
+from parlinalg.linalg import bidiagonal, costs, tile_sizes
 from parlinalg.linalg.costs import Costs
-from parlinalg.linalg.eigh import PANEL, TOGETHER, Kept
+from parlinalg.linalg.footprint import HELD, footprint
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.tile_sizes import Constants, Time
 from parlinalg.linalg.tiles import Deal, depths
@@ -30,6 +30,24 @@ SOLUTIONS = ("solve", "lstsq")
 DTYPES = ("float32", "float64", "complex64", "complex128")
 LONGER, SHORTER = 1 << 27, 1 << 23
 """Rows or columns of the largest matrix that is planned, on its longer and its shorter side: each is counted."""
+
+
+class PlannedTime(Protocol):
+    """The time of a plan on a machine, which `str` explains."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Timing(Protocol):
+    """What a plan asks of a machine (`parlinalg.planning.machine.Machine`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gpus(self) -> bool: ...
+    def ranks_on_node(self, ranks: int) -> int: ...
+    def times_of(self, plans: Sequence[LinalgPlan]) -> Sequence[PlannedTime]: ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,10 @@ class LinalgPlan:
         The bytes a rank may use, as asked for.
     faster : LinalgPlan or None
         The plan that would have been chosen without the limit, where it needs more.
+    foreseen : PlannedTime or None
+        The time, in `seconds`, on a machine, where one was given.
+    slower : tuple of LinalgPlan
+        The plans that were compared by their time on that machine, the next best first.
     """
 
     routine: str
@@ -76,6 +98,8 @@ class LinalgPlan:
     pivoting: bool = False
     limit: int | None = None
     faster: LinalgPlan | None = None
+    foreseen: PlannedTime | None = field(default=None, compare=False, repr=False)
+    slower: tuple[LinalgPlan, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -109,6 +133,13 @@ class LinalgPlan:
         if self.pivoting:
             return Deal(self.sizes, self.block, "wide")
         return dealt(self.routine, *self.shape, self.sizes, self.block, self.near, self.depth)
+
+    @property
+    def own_tiles(self) -> bool:
+        """True if the tiles are those that the routine chooses by itself."""
+        return self.pivoting or self.block == dealt(
+            self.routine, *self.shape, self.sizes, None, self.near, self.depth
+        ).size  # fmt: skip
 
     @property
     def kernel(self) -> str:
@@ -201,26 +232,7 @@ class LinalgPlan:
     @cached_property
     def memory(self) -> dict[str, int]:
         """Bytes of the rank that needs the most: at rest, in tiles, and in buffers and results; about."""
-        item, (m, n), deal = ITEMSIZE[self.dtype], self.shape, self.deal
-        if self.routine == "svd" or self.pivoting:
-            parts = _held(self)
-            return {name: size * item for name, size in zip(("at rest", *HELD), parts, strict=True)}
-        rest = -(-self.m * self.n // self.ranks)
-        rows, columns = deal.most(m, n)
-        tiles = rows * columns
-        b = min(deal.size, m, n)
-        panels = 3 * (rows + 2 * b) * b + 2 * columns * b
-        if self.routine in ("lu", "qr"):
-            more = _factors(self, rows, columns)
-            return {name: size * item for name, size in zip(("at rest", *HELD), (rest, tiles, more), strict=True)}
-        if self.routine in SOLUTIONS:
-            rest += -(-self.m * self.sides // self.ranks)
-            tiles += rows * deal.most(m, self.sides)[1]
-        if self.depth > 1:  # L and U in one layer, and one of them on its way there
-            rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
-        results = {"lstsq": tiles, "eigh": 4 * tiles}
-        more = max(panels, rest) + results.get(self.routine, rest)
-        return {name: size * item for name, size in zip(("at rest", *HELD), (rest, tiles, more), strict=True)}
+        return {name: size * ITEMSIZE[self.dtype] for name, size in zip(HELD, footprint(self), strict=True)}
 
     @property
     def need(self) -> int:
@@ -232,87 +244,6 @@ class LinalgPlan:
         from parlinalg.linalg.explain import explain
 
         return explain(self)
-
-
-HELD = ("in tiles", "in buffers and results")
-
-
-def _factors(plan: LinalgPlan, rows: int, columns: int) -> int:
-    """Return the elements that `lu` or `qr` holds beside a matrix at rest and in tiles [rows, columns], when the last
-    factor comes home: P, L and U, in tiles and at rest; or the reflections with R, or with Q in tiles and at rest.
-    """
-    m, n, deal, p = plan.m, plan.n, plan.deal, plan.ranks
-    k = min(m, n)
-    upper, lower = deal.most(k, n)[0] * columns, rows * deal.most(m, k)[1]
-    first, second = -(-m * k // p), -(-k * n // p)
-    way = second + _on_the_way(plan, upper, second)
-    if plan.routine == "lu":
-        return -(-m * m // p) + lower + upper + first + max(way, _on_the_way(plan, lower, first))
-    kept = rows * k - k * k // (2 * deal.R) + 2 * k * min(deal.size, k)
-    if plan.near and deal.R == 1:
-        kept //= p  # in shared memory, by shares
-    return kept + max(way, lower + first)
-
-
-def _on_the_way(plan: LinalgPlan, here: int, there: int) -> int:
-    """Return the elements of what a rank sends and receives where so many change places: in shared memory none.
-
-    Many go in pieces, of which two are held at once.
-    """
-    if plan.near or plan.ranks == 1:
-        return 0
-    return min(here, 2 * tunables.TILES_MOVED) + min(there, 2 * tunables.TILES_MOVED)
-
-
-def _held(plan: LinalgPlan) -> tuple[int, int, int]:
-    """Return the elements at rest, in tiles, and in buffers and results, of `svd` or `qr` with pivoting.
-
-    They are those at the stage at which a rank holds the most: when R is found, when it is decomposed, or when Q is
-    formed.  Reflections in shared memory count by shares.
-    """
-    m, n, p = max(plan.m, plan.n), min(plan.m, plan.n), plan.ranks
-    rest, square, whole = -(-m * n // p), -(-n * n // p), n * n
-    complex_ = plan.dtype.startswith("complex")
-    first = plan.first
-    if plan.gram or (plan.alone and first is None):
-        if plan.pivoting:
-            more = max(whole * 4, rest + max(3 * square, 2 * whole * (complex_ and p > 1)))
-        else:
-            more = max(whole * 4, rest + 2 * whole) if plan.gram else rest + 7 * whole
-        return rest, 0, rest + more
-    if first is None:
-        if plan.pivoting:
-            if p == 1:  # LAPACK
-                return rest, rest, 3 * rest + square
-            rows, columns = plan.deal.most(plan.m, plan.n)
-            return rest, rows * columns, max(rest + rest // p + square // 2, 2 * square)
-        tiles, more = _decomposed(plan, m, n, complex_)
-        return rest, tiles, more
-    rows, columns = first.most(m, n)
-    kept = (rows * n - n * n // (2 * first.R) + 2 * n * first.size) // (p if plan.near and first.R == 1 else 1)
-    inner = (0, 4 * square) if plan.pivoting else _decomposed(plan, n, n, complex_)
-    if plan.alone:
-        inner = 0, 7 * whole
-    formed = rows * columns + 2 * square + (rest if first.R == 1 and p > 1 else first.size * n + square * (p == 1))
-    tiles = max(rows * columns, inner[0])
-    extra = rest if plan.m < plan.n and complex_ and plan.routine == "svd" else 0  # Aᴴ
-    return rest, tiles, kept + max(formed, sum(inner), tiles) - tiles + extra
-
-
-def _decomposed(plan: LinalgPlan, m: int, n: int, complex_: bool) -> tuple[int, int]:
-    """Return the elements of tiles, and of the rest that `svd` holds beside a matrix [m, n] that is not tall."""
-    deal, p = plan.deal, plan.ranks
-    if p == 1:
-        return m * n, m * n + n * n + (5 * n * n // 2 if complex_ else 3 * n * n)
-    rows, columns = deal.most(m, n)
-    square, together = -(-n * n // p), PANEL * TOGETHER
-    parts = (np.arange(rows) * deal.R, np.arange(deal.most(n, n)[0]) * deal.R)
-    kept = sum(Kept.size(each, n) for each in parts) // (deal.C if plan.near else 1)
-    step = max(divide.STRIP // 4, min(divide.STRIP, n // p // 4))
-    merged = 5 * square // 2 + 3 * n * step
-    formed = (4 if complex_ else 3) * square + _on_the_way(plan, square, square)
-    merged = n * (together + 1) + (merged // 2 if complex_ else merged)
-    return rows * columns, kept + max(merged, formed) - rows * columns
 
 
 def at_work(routine: str, m: int, n: int, pivoting: bool = False) -> tuple[int, int]:
@@ -385,6 +316,7 @@ def plan_linalg(
     rate: float | None = None,
     depth: SupportsIndex | None = None,
     pivoting: bool = False,
+    machine: Timing | None = None,
 ) -> LinalgPlan:
     """Choose the grid and the tiles for a factorization of a matrix [m, n], by default [m, m].
 
@@ -392,6 +324,11 @@ def plan_linalg(
     equals the default grid, then the one with fewer rows.  For cholesky, lu and solve several layers of such grids
     (2.5D) are chosen where words and time are less by them.  If that plan needs more than `memory`, the fastest one
     that fits is chosen among all grids, numbers of layers and sizes of tiles, as far as these are not given.
+
+    With a `machine` up to five of the plans that the model likes best and that fit are compared by their time on it:
+    the routine runs on imagined ranks, and its trace is timed.  The fastest is chosen.  A routine of more than 4,096
+    steps is not run; then operations, words and calls are timed by the machine's rates.  So are of the columns of
+    `eigh`, `svd`, `lstsq` and `qr` with pivoting, each of which is a step or two.
 
     Parameters
     ----------
@@ -417,9 +354,14 @@ def plan_linalg(
         The number of layers, to take this one.
     pivoting : bool
         Of `qr`: with column pivoting, `qr(A, pivoting=True)`, whose tiles have 32 columns on any grid.
+    machine : Machine, optional
+        What `pla.load_machine` returns, to predict times on it, and to choose by them.  Ranks of one of its nodes share
+        memory.
 
     Raises
     ------
+    ConfigError
+        If the machine has no rate of products for the dtype.
     PlanError
         If the routine is unknown, an argument is not what it should be, or no plan fits the memory; then the message
         says the least memory that would do.
@@ -440,6 +382,14 @@ def plan_linalg(
     if (ranks is None) == (sizes is None):
         raise PlanError("give the number of ranks, or a grid, not both" if sizes else "give the number of ranks")
     count = math.prod(sizes.values()) if sizes else whole_number("ranks", ranks, 1)
+    if machine is not None:
+        if constants is not None or rate is not None:
+            raise PlanError("a plan takes measured constants (--measure) or a machine, not both")
+        if not hasattr(machine, "times_of"):
+            raise PlanError(
+                f"machine={machine!r} is no Machine: give what pla.load_machine returns for a name or a file"
+            )
+        near = machine.ranks_on_node(count) == count if near is None else near
     near = count <= tile_sizes.FEW if near is None else near
     sides = whole_number("sides", sides, 0)
     constants = Constants.tuned() if constants is None else constants
@@ -451,6 +401,10 @@ def plan_linalg(
         raise PlanError(f"pivoting=True is for qr, not {routine}; lu and solve always choose pivots")
     if pivoting and given is not None:
         raise PlanError(f"qr with pivoting has tiles of {PIVOTED} columns on any grid; leave block={given} out")
+    if machine is not None and machine.gpus:
+        if wanted not in (None, 1):
+            raise PlanError(f"depth={wanted}: the ranks of {machine.name} are GPUs, which form one layer")
+        wanted = 1
     if wanted is None and (near or routine not in tile_sizes.REPLICATED or not min(m, n)):
         wanted = 1
     elif wanted not in (None, 1) and routine not in tile_sizes.REPLICATED:
@@ -475,9 +429,28 @@ def plan_linalg(
         )
     plans = [on(*each) for each in grids]
     best = _fastest(plans, wanted is None)
-    if limit is None or best.need <= limit:
-        return best
-    return _within(limit, plans, best, free=given is None, any_depth=wanted is None)
+    if limit is not None and best.need > limit:
+        best = _within(limit, plans, best, free=given is None, any_depth=wanted is None)
+    return best if machine is None else _by_machine(machine, best, plans)
+
+
+def _by_machine(machine: Timing, best: LinalgPlan, plans: list[LinalgPlan]) -> LinalgPlan:
+    """Return the fastest plan on a machine among `best` and others that fit, in the order of the model of time."""
+    others: dict[tuple[int, ...], LinalgPlan] = {}
+    for plan in sorted(plans, key=lambda plan: plan.time.total):
+        fits = plan.limit is None or plan.need <= plan.limit
+        if fits and (plan.depth in (best.depth, 1) or _layers_allowed(plan)):
+            others.setdefault(_arranged(plan), replace(plan, faster=best.faster))
+    others.pop(_arranged(best), None)
+    compared = [best, *others.values()]
+    timed = [replace(plan, foreseen=time) for plan, time in zip(compared, machine.times_of(compared), strict=False)]
+    first, *rest = sorted(timed, key=lambda plan: plan.foreseen.seconds if plan.foreseen else math.inf)
+    return replace(first, slower=tuple(rest))
+
+
+def _arranged(plan: LinalgPlan) -> tuple[int, ...]:
+    """Return the layers, rows and columns of ranks, and the rows of a tile; two grids may have the same."""
+    return plan.deal.D, plan.deal.R, plan.deal.C, plan.block
 
 
 def _checked_shape(routine: str, m: SupportsIndex, n: SupportsIndex | None) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from parlinalg.backend.shapes import ShapesBackend, WhatIf
 from parlinalg.comm.imagined import EndedError, ImaginedComm, Representatives, within
 from parlinalg.errors import ConfigError
-from parlinalg.planning.trace import Attention, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
+from parlinalg.planning.trace import Attention, Factorization, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 if TYPE_CHECKING:
     from parlinalg.train.mesh import Configuration
@@ -41,6 +41,9 @@ class TraceRecorder:
         fused: bool,
     ) -> None:  # fmt: skip
         self._add(Attention(name, nbytes, elements, dtype, flops, width, given, more, fused))
+
+    def factorization(self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int) -> None:
+        self._add(Factorization(name, nbytes, elements, dtype, flops, width))
 
     def memory(self, category: str, nbytes: int) -> None:
         self._add(Memory(category, nbytes))

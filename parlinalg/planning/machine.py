@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.files import read_bytes
@@ -41,8 +41,12 @@ from parlinalg.planning.machine_schema import (
     word,
     wrong,
 )
-from parlinalg.planning.trace import Attention, Gemm, Kernel
+from parlinalg.planning.trace import Attention, Factorization, Gemm, Kernel
 from parlinalg.units import ITEMSIZE
+
+if TYPE_CHECKING:
+    from parlinalg.linalg.planner import LinalgPlan
+    from parlinalg.planning.routines import RoutineTime
 
 FOLDER = Path(__file__).parent / "machines"
 GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -489,6 +493,23 @@ class Machine:
         """Return how many of so many ranks are on one node: all without a network, else at most as many as it has."""
         return ranks if self.network is None else min(ranks, self.ranks_per_node)
 
+    @property
+    def gpus(self) -> bool:
+        """True if ranks are GPUs, to which the host launches operations ahead."""
+        return self.kernels.asynchronous
+
+    def times_of(self, plans: Sequence[LinalgPlan]) -> list[RoutineTime]:
+        """Return the times of planned factorizations, of as many of the first ones as take some seconds to trace.
+
+        Raises
+        ------
+        ConfigError
+            If the machine's file has no rate of products for the dtype.
+        """
+        from parlinalg.planning.routines import times_on
+
+        return times_on(self, plans)
+
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""
         each = (on_node if self.cores_of == "node" else size) / self.cores
@@ -607,7 +628,15 @@ class Machine:
             return max(self.kernels.floor, through, kernel.flops / between(rates, kernel.width))
         if isinstance(kernel, Attention):
             kernel = replace(kernel, nbytes=kernel.nbytes + kernel.more)
+        if isinstance(kernel, Factorization) and kernel.name not in self.kernels.rates:
+            return self.kernels.seconds(kernel) + self._factorization_seconds(kernel)
         return self.kernels.seconds(kernel)
+
+    def _factorization_seconds(self, kernel: Factorization) -> float:
+        """Return the seconds of its operations, at the rate of a product with as many and with its inner dim."""
+        side = max(1.0, math.sqrt(kernel.flops / (2 * kernel.width)))
+        rate, times = self._gemm_rate(kernel.dtype)
+        return times * kernel.flops / rate.at(side, side, kernel.width)
 
     def shared_by(self, on_node: int) -> Machine:
         """Return the machine as each of so many ranks of a node sees what is beside them: host memory and disk."""

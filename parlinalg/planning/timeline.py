@@ -592,7 +592,7 @@ class _Run:
         """Return the share of a core that a rank takes if it can have it."""
         if rank.waits is None and not rank.over:
             return 1.0
-        collective = rank.waits is not None and rank.waits.start.peer is None
+        collective = rank.waits is not None and not rank.waits.start.message
         return self.machine.overlap.waiting if collective else self.machine.overlap.receiving
 
     def _pace(self, op: _Operation, rates: Mapping[_Operation, float]) -> float:
@@ -722,7 +722,7 @@ class _Run:
     def _meeting(self, rank: _Rank, start: Start) -> tuple[tuple[Any, ...], frozenset[int], tuple[Any, ...]]:
         """Return what the calls of all ranks of an operation have in common, its representatives, and its group."""
         here = rank.number
-        if start.peer is not None:
+        if start.peer is not None and start.message:
             there = self.number_of.get(start.peer, here)
             ends = (here, there) if start.op == "send" else (there, here)
             if here == there:
@@ -739,7 +739,7 @@ class _Run:
         return (*group, number), members, group
 
     def _transfer(self, start: Start) -> Transfer:
-        if start.peer is not None:
+        if start.peer is not None and start.message:
             me = next((r for r in start.ranks if r != start.peer), start.peer)
             local = 2 if me // self.on_node == start.peer // self.on_node else 1
             nbytes = max(start.nbytes, start.sent)

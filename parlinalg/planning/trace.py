@@ -62,6 +62,18 @@ class Attention(Kernel):
 
 
 @dataclass(frozen=True, slots=True)
+class Factorization(Kernel):
+    """A factorization of a block, a solution with a triangle, or what else LAPACK computes, with its operations.
+
+    `flops` are those that its products of blocks have, whose inner dim is `width`.  `nbytes` are all that pass through
+    memory, those of its products with vectors included.
+    """
+
+    flops: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """The start of communication number `call` of the trace; a blocking call is a `Start` and its `Wait`.
 
@@ -81,6 +93,11 @@ class Start:
     tag: int = 0
     dtype: str = ""
     most: int = 0
+
+    @property
+    def message(self) -> bool:
+        """True for one end of a message between two ranks; a broadcast has a root, and is none."""
+        return self.op in ("send", "receive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +159,7 @@ def cut(trace: Trace, name: str, *, messages: bool = True, most: float = math.in
     """
     found: list[Trace] = []
     starts = {e.call: e for e in trace.events if isinstance(e, Start)}
-    left_out = {call for call, e in starts.items() if e.peer is not None} if not messages else set()
+    left_out = {call for call, e in starts.items() if e.message} if not messages else set()
     inside: list[Any] | None = None
     depth = 0
     for event in trace.events:

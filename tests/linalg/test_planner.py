@@ -281,7 +281,7 @@ def test_what_the_memory_rules_out_is_named():
     fastest = plan_linalg("cholesky", 8192, ranks=64)
     assert fastest.depth > 1
     plan = plan_linalg("cholesky", 8192, ranks=64, memory="40MiB")
-    assert (plan.depth, plan.faster.depth) == (1, fastest.depth)
+    assert plan.depth < plan.faster.depth == fastest.depth  # two layers hold 36.7 MiB
     assert plan.need <= 40 << 20 < fastest.need
     text = plan.explain()
     assert re.search(r"others +\d layers of \d+×\d+ with tiles of \d+: \d+% less time, but it needs ", text), text
