@@ -370,6 +370,7 @@ def test_ledgers_of_numbers_that_meet_arrays_are_those_of_real_ranks(world):
             assert found.shape == (31, 31)
         y = first * pla.Tensor(x) + first
         assert y.layout == x.layout
+        assert pla.full((31, 3), first, grid, pla.Layout("r", None)).dtype == pla.full_like(x, v.gather()[:1]).dtype
         pla.sum(np.polyval(v.gather()[:4], x) + np.polyval(v[:4], x) + pla.interp(x, line, line))
         pla.sum(pla.histogram2d(v, v, bins=4, range=[[-1, 1], [-2, 2]])[0])
         with pytest.raises(TypeError, match="of this rank alone"):
