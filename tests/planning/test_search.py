@@ -719,6 +719,19 @@ def test_experts_may_be_cut_by_any_axis():
     )
 
 
+def test_experts_on_a_ring_are_planned_on_ranks_that_share_a_node(monkeypatch):
+    """Ranks of a ring are next to each other, whatever else they share: on one node no network is asked for."""
+    monkeypatch.setattr(search, "MANY", 1)
+    model = {"name": "gpt", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 257}
+    config = {
+        "model": {**model, "num_local_experts": 4, "num_experts_per_tok": 1, "recompute": None},
+        "data": {"name": "text", "sequence_length": 40}, "batch_size": 8, "zero": 0, "gradient_accumulation": 1,
+        "parallel": {"data": 1, "pipeline": 1},
+    }  # fmt: skip
+    made = pla.plan_training(config, ranks=4, machine="laptop", best=1)
+    assert "share 2 cores" in str(made)
+
+
 def test_a_given_axis_of_experts_is_planned():
     """The model alone on one rank, by which candidates are judged, has no such axis."""
     model = {**AGAIN, "num_local_experts": 4, "expert_axis": "t"}
