@@ -12,7 +12,7 @@ from parlinalg.array import transfer
 from parlinalg.array.core import DistArray, native, refused_dtype, whole
 from parlinalg.array.dispatch import of_arrays, primitive, refusing
 from parlinalg.array.shapes import shape_of
-from parlinalg.backend.shapes import SMALL
+from parlinalg.backend.shapes import SMALL, has_values
 from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Device, Grid, default_grid
@@ -322,6 +322,9 @@ def full(
         raise masked("full")
     shape, grid, layout = placed(shape, grid, layout, device)
     value = fill_value.item() if isinstance(fill_value, DistArray) else fill_value
+    if not has_values(value):  # floats have none, whatever is written; an integer is the one that is assumed
+        dtype = value.dtype if dtype is None else dtype
+        value = np.zeros(value.shape, value.dtype) if value.dtype.kind not in "iub" else value.item()
     dtype = np.asarray(value).dtype if dtype is None else dtype
     return computed("full", lambda *_: np.asarray(value), shape, grid, layout, dtype)
 

@@ -228,18 +228,21 @@ def _taken_none(a: DistArray, rest: Shape) -> DistArray:
 def masked(a: DistArray, mask: Any) -> DistArray:
     """Return the elements where a mask of the leading dims is True, in C order and balanced pieces."""
     from parlinalg.array.shapes import reshape
-    from parlinalg.array.sorting import compress
+    from parlinalg.array.sorting import compress, compress_alike
 
     rest = a.shape[mask.ndim :]
     _check_mask(mask, a.shape)
     if 0 in mask.shape:
         return _taken_none(a, rest)
-    mask = mask if isinstance(mask, DistArray) else _distributed(mask, a)
+    given, mask = mask, mask if isinstance(mask, DistArray) else _distributed(mask, a)
     axes = tuple(x for x in a.grid.axes if not any(x in cut for cut in a.layout.dims[mask.ndim :]))
     lined = Layout(axes, *a.layout.dims[mask.ndim :])
     n = math.prod(mask.shape)
     whole = a.summed()
-    return compress(reshape(mask.summed(), (n,), layout=Layout(axes)), reshape(whole, (n, *rest), layout=lined))
+    chosen, rows = reshape(mask.summed(), (n,), layout=Layout(axes)), reshape(whole, (n, *rest), layout=lined)
+    if given is not mask and not a.grid.backend.values:
+        return compress_alike(given.reshape(-1), rows)
+    return compress(chosen, rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- setting

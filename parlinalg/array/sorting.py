@@ -49,20 +49,26 @@ def on_line(a: DistArray) -> DistArray:
 
 
 # ------------------------------------------------------------------------------------------------ unknown lengths
-def balanced(rows: Block, grid: Grid, axes: Cut, rest: Layout, shape: tuple[int, ...]) -> DistArray:
+def balanced(
+    rows: Block, grid: Grid, axes: Cut, rest: Layout, shape: tuple[int, ...], known: Sequence[int] | None = None
+) -> DistArray:
     """Return the array of the ranks' rows one after the other, its first dim cut by `axes` into balanced pieces.
 
     Parameters
     ----------
     rows : array
         Any number of rows, each this rank's part of `shape` in the layout `rest`.
+    known : sequence of int, optional
+        How many rows each rank has, which imagined ranks cannot tell each other.
     """
     comm = grid.comm(used(grid, axes)) if grid.inside else None
-    if comm is not None and comm.size > 1 and not grid.backend.values:
+    if comm is not None and comm.size > 1 and not grid.backend.values and known is None:
         raise values_needed("the number of elements that each rank chooses along a dim that is cut")
     counts = np.zeros(1 if comm is None else comm.size, np.int64)
     if comm is not None:
         comm.all_gather(np.array([rows.shape[0]], np.int64), counts, [1] * comm.size)
+    if comm is not None and known is not None:
+        counts[:] = known
     n = int(counts.sum())
     if grid.size < grid.world.size:
         n = grid.world.share(n, others="alike")[0]
@@ -84,6 +90,16 @@ def compress(mask: DistArray, rows: DistArray) -> DistArray:
     grid, axes = rows.grid, rows.layout.dims[0]
     kept = _chosen(rows.block, mask.block) if grid.inside else rows.block
     return balanced(kept, grid, axes, Layout(*rows.layout.dims[1:]), rows.shape[1:])
+
+
+def compress_alike(mask: np.ndarray, rows: DistArray) -> DistArray:
+    """Return the rows of imagined ranks where a mask of one dim is True that all ranks have whole."""
+    grid, cut = rows.grid, used(rows.grid, rows.layout.dims[0])
+    parts = np.split(mask, np.cumsum(cut_lengths(len(mask), cut, grid.sizes))[:-1])
+    mine = parts[grid.comm(cut).rank] if grid.inside and cut else mask
+    kept = rows.block[mine] if grid.inside else rows.block
+    known = [int(np.count_nonzero(part)) for part in parts]
+    return balanced(kept, grid, rows.layout.dims[0], Layout(*rows.layout.dims[1:]), rows.shape[1:], known)
 
 
 def _chosen(rows: Block, mask: Block) -> Block:

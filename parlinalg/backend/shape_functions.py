@@ -115,6 +115,15 @@ class Namespace:
                     args, kwargs["out"] = args[: theirs.nin], args[theirs.nin]
                 return self._ufunc(theirs, "__call__", args, kwargs)
 
+            def at(a: Any, index: Any, *values: Any) -> None:
+                if not lack_values((a, index, *values)):
+                    theirs.at(a, index, *values)
+                else:
+                    keys = index if isinstance(index, tuple) else (index,)
+                    n = max(map(_size, (*keys, *values)), default=0)
+                    self._device.kernel(f"{name}.at", n + 2 * a.nbytes, a.size, a.dtype)
+
+            call.at = at  # type: ignore[attr-defined]
             setattr(self, name, call)
             return call
         if not callable(theirs) or isinstance(theirs, type):

@@ -393,6 +393,14 @@ def has_values(block: Any) -> bool:
     return not isinstance(block, ShapeArray)
 
 
+def places_of(mask: Any, share: float) -> Any:
+    """Return the places where a mask of one dim is True; of one without values, as many as are this share of it."""
+    if isinstance(mask, ShapeArray):
+        return ShapeArray(mask.device, round(share * mask.size), np.int64)
+    found: Any = mask.nonzero()
+    return found[0]
+
+
 def lack_values(arguments: Any) -> bool:
     """Return True if one of these, or of what tuples and lists among them hold, is an array without values."""
     return any(isinstance(v, ShapeArray) or (isinstance(v, (tuple, list)) and lack_values(v)) for v in arguments)

@@ -119,6 +119,13 @@ def combine_terms(terms: Any, out: Any, op: str) -> None:
         out[part] = total.astype(out.dtype, copy=False)
 
 
+def bytes_of_terms(nbytes: float, ranks: int, *, cpu: bool) -> float:
+    """Return the bytes that an all-reduce of a block of 16-bit floats takes beside it: the terms of this rank's part of
+    the sum, the part, and on a CPU the scratch by which these are combined."""
+    own = nbytes / ranks
+    return nbytes + own + (2 * 4 * min(own / 2, _SLICE) if cpu else 0)
+
+
 Others = str | Callable[[int], Any] | None
 
 

@@ -87,7 +87,8 @@ class Guesses:
             passes = max(self.products * more, 1e-12)
             for count, (spread, choice) in itertools.product(_few(counts), experts):
                 moved = layers * (count * fixed + each * per_row) * byte * more + layers * attention * self.itemsize
-                moved += tokens * (1 - 1 / spread) * self.byte("all_to_all", spread, width)
+                apart = width if (choice[0] or "data") == "data" else width * ulysses // sequence
+                moved += tokens * (1 - 1 / spread) * self.byte("all_to_all", spread, apart)
                 here = 1 - self.experts * (1 - 1 / spread)  # of weights, by those of a rank that has all experts
                 bubble = (pipeline - 1) / count
                 computed = (passes + moved) * (1 + bubble) * uneven

@@ -46,6 +46,7 @@ from parlinalg.parallel.gatherer import Want, WeightGatherer
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.run import InFlight
+from parlinalg.pipeline.tied import BUCKET
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.planning.imagine import World, imagine
 from parlinalg.planning.machine import DISK_READ, DISK_WRITE, HOST_COPY
@@ -267,6 +268,9 @@ class Part:
         Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
     summed : int
         Bytes of the gradients of what this rank updates.
+    together, apart : int
+        Of these the bytes of the small ones, which pipeline ranks that share them sum together, as `TiedParameters`
+        does, and those of the largest other one.
     ties : tuple of Tie
         For each parameter that several layers of the model hold, in the order of `tied`, its bytes; zeros if none of
         these layers is here.
@@ -308,6 +312,8 @@ class Part:
     recorded: int = 0
     settled: bool = True
     summed: int = 0
+    together: int = 0
+    apart: int = 0
     ties: tuple[Tie, ...] = ()
     first_gathers: int = 0
     gathered: tuple[int, int] = (0, 0)
@@ -825,7 +831,8 @@ class _Run:
                 rest = world.device.held
                 pending, deferred = self.deferred(rows, given, rest, kept)
             away, array, resident = self.offloaded(rows, given, update, rest, after)
-        summed = sum(each.updated for each in own.values())
+        each = [tie.updated for tie in own.values()]
+        summed = sum(each)
         fuller = self.fuller(states / max(1, summed)) if update else Rest(0, 0, 0)
         more = self.beyond() if update and step else 0
         beside = sum(fuller) + more
@@ -834,7 +841,8 @@ class _Run:
             states=states + fuller.states + more, kept=kept, pending=pending, peak=max(passes, after) + beside,
             output=self.output, message=self.message, away=away, array=array,
             largest=self.largest, small=self.small, count=len(self.parameters), recorded=step * self.recorded(),
-            settled=replaceable(self.reducer), summed=summed,
+            settled=replaceable(self.reducer), summed=summed, together=sum(n for n in each if n < BUCKET),
+            apart=max((n for n in each if n >= BUCKET), default=0),
             ties=tuple(own.get(id(p), Tie(0, 0, 0, 0)) for p in self.ties),
             first_gathers=0 if self.gatherer is None else self.gatherer.first_gathers, gathered=(forward, backward),
             calm=calm + beside, deferred=deferred, last_peaks=ending, resident=resident, loads=self.loads(),

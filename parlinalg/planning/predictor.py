@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from parlinalg.comm.base import bytes_of_terms
 from parlinalg.parallel.buckets import Load, bytes_in_buckets
 from parlinalg.parallel.gatherer import dropped
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies, Moment, SharedCores
+from parlinalg.pipeline.tied import BUCKET
 from parlinalg.planning.candidates import Candidate
 from parlinalg.planning.parts import LayerOutput, Part, queued
 from parlinalg.planning.pipeline_timeline import Stage, pipeline_timeline, sharing
@@ -27,6 +29,7 @@ FEW, FEW_BESIDE = (4, 6), (6, 10)  # their layers; where reductions or gathers g
 HEAVY, FEW_HEAVY = 8192, (1, 2)  # events of a layer beyond which that is done however few they are, and their layers
 RESTS = ("weights", "gradients", "states")
 HELD = ("kept", "pending", "transient", "unfollowed")  # of a microbatch
+SUMMED = ("summed", "together", "apart")  # of gradients
 LATE = {Op.FORWARD: "late forward", Op.BACKWARD: "late inputs", Op.BACKWARD_WEIGHT: "late weights"}
 CALM = {Op.BACKWARD: "calm inputs", Op.BACKWARD_WEIGHT: "calm weights"}
 """The bytes that pass in computations of a schedule in which gradients of weights come later, as of `Part.deferred`;
@@ -301,7 +304,7 @@ class Predictor:
             for ranks, nbytes in sums[rank]:
                 found = found.plus(nbytes / self._itemsize(c), nbytes, self._across_nodes(ranks))
             moved.append(Moved(*map(sum, zip(found, self._received(c, spec, schedule, rank, stages), strict=True))))
-        held = self._fullest(own, flight, traced=False)
+        held = self._fullest(own, flight, self._after(c, spec, schedule, stages), traced=False)
         return self._planned(c, seconds, held, max(moved), bubble, _shares(spent, seconds))
 
     def _sums(
@@ -313,23 +316,61 @@ class Predictor:
         Of tied parameters the ranks with their stages have copies, and of all parameters those with replicas.
         """
 
-        def holders(held: Iterable[int]) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(schedule.holder(s, copy) for copy in range(schedule.copies) for s in held))
-
-        ties = self.model.ties(c.dtype)
-        shared = []
+        ties, shared = self.model.ties(c.dtype), []
         for s, figures in enumerate(stages):
             alone = figures["summed"] - sum(figures[f"tie {i} own"] for i in range(len(ties)))
-            shared.append((holders([s]), alone))
-        for i, layers in enumerate(ties):
-            held = [s for s, (a, b) in enumerate(self.model.cuts(spec)) if any(a <= layer < b for layer in layers)]
-            shared.append((holders(held), stages[held[0]][f"tie {i}"]))
+            shared.append((_holders([s], schedule), alone))
+        for i, held in enumerate(self._stages_of_ties(c, spec)):
+            shared.append((_holders(held, schedule), stages[held[0]][f"tie {i}"]))
         found: list[dict[tuple[int, ...], float]] = [{} for _ in range(schedule.ranks)]
         for ranks, nbytes in shared:
             places = tuple(sorted(spec.places[r][0] for r in ranks))
             for r in ranks if len(ranks) > 1 else ():  # those of the same ranks are summed together
                 found[r][places] = found[r].get(places, 0.0) + 2 * nbytes * (len(ranks) - 1) / len(ranks)
         return [list(sums.items()) for sums in found]
+
+    def _stages_of_ties(self, c: Candidate, spec: MeshSpec) -> list[list[int]]:
+        """Return for each tied parameter the stages that have a layer with it."""
+        cuts = self.model.cuts(spec)
+        return [
+            [s for s, (a, b) in enumerate(cuts) if any(a <= layer < b for layer in layers)]
+            for layers in self.model.ties(c.dtype)
+        ]
+
+    def _after(
+        self, c: Candidate, spec: MeshSpec, schedule: Schedule, stages: Sequence[Figures]
+    ) -> list[float]:  # fmt: skip
+        """Return by pipeline rank the bytes that pass in what all its stages do together once their passes are over."""
+        sums = self._beside_sums(c, spec, schedule, stages)
+        return [max(each) for each in zip(sums, self.model.beside_steps(c, spec), strict=True)]
+
+    def _beside_sums(
+        self, c: Candidate, spec: MeshSpec, schedule: Schedule, stages: Sequence[Figures]
+    ) -> list[float]:  # fmt: skip
+        """Return by pipeline rank the bytes that pass in those sums, where all holders update the same elements: small
+        gradients in one array, large ones where they lie, and the terms of 16-bit sums."""
+        small: list[dict[tuple[int, ...], list[float]]] = [{} for _ in range(schedule.ranks)]
+        most = [0.0] * schedule.ranks
+        itemsize, cpu = self._itemsize(c), self.model.target == "cpu"
+
+        def beside(nbytes: float, ranks: int) -> float:
+            return bytes_of_terms(nbytes, ranks, cpu=cpu) if itemsize == 2 else 0.0
+
+        shared = [(_holders([s], schedule), f["together"], f["apart"]) for s, f in enumerate(stages)]
+        shared *= schedule.copies > 1  # else stages share ties alone
+        for i, held in enumerate(self._stages_of_ties(c, spec) if schedule.copies == 1 else ()):
+            tie = stages[held[0]][f"tie {i} own"]
+            shared.append((_holders(held, schedule), *((tie, 0.0) if tie < BUCKET else (0.0, tie))))
+        for ranks, together, apart in shared:
+            for r in ranks if len(ranks) > 1 else ():
+                small[r].setdefault(tuple(sorted(ranks)), []).append(together)
+                most[r] = max(most[r], beside(apart, len(ranks)))
+        for r, groups in enumerate(small):
+            for ranks, found in groups.items():
+                bucket = min(sum(found), BUCKET)
+                copied = bucket if len(found) > 1 or schedule.copies > 1 else 0.0
+                most[r] = max(most[r], copied + beside(bucket, len(ranks)))
+        return most
 
     def _sum_seconds(self, ranks: Sequence[int], nbytes: float) -> float:
         """Return the seconds of a sum over ranks of the world of which each receives so many bytes."""
@@ -417,7 +458,9 @@ class Predictor:
 
     def _bytes(self, part: Part) -> Figures:
         """Return the figures of a part that are bytes, with those in each place for what is offloaded."""
-        made: Figures = {name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed")}
+        made: Figures = {
+            name: getattr(part, name) for name in (*RESTS, *HELD, "message", "summed", "together", "apart")
+        }
         made |= zip((*LATE.values(), *CALM.values()), part.deferred, strict=True)
         made["lone"] = part.lone
         made["ending"], made["late ending"] = part.last_peaks.whole - part.kept, part.last_peaks.later - part.pending
@@ -446,9 +489,10 @@ class Predictor:
             host, disk = (part.elsewhere[p] + part.elsewhere_kept[p] for p in ("host", "disk"))
             return Held(memory=memory, host=host, disk=disk)
         schedule = spec.schedule
-        figures = [[self._bytes(parts[k.stage]) for k in chunks] for chunks in schedule.chunks]
+        stages = [self._bytes(part) for part in parts]
+        figures = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
         graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
-        return self._fullest(figures, _InFlight(graph))
+        return self._fullest(figures, _InFlight(graph), self._after(c, spec, schedule, stages))
 
     def full(self, c: Candidate) -> Planned:
         """Return what a candidate takes, by traces of all its layers on every distinct stage."""
@@ -501,10 +545,13 @@ class Predictor:
         return self._planned(c, made.seconds, held, max(moved), made.bubble, dict(made.shares()))
 
     # -------------------------------------------------------------------------------------------- what both share
-    def _fullest(self, held: Sequence[Sequence[Figures]], flight: _InFlight, traced: bool = True) -> Held:
+    def _fullest(
+        self, held: Sequence[Sequence[Figures]], flight: _InFlight, after: Sequence[float], traced: bool = True
+    ) -> Held:  # fmt: skip
         """Return the bytes of the fullest pipeline rank, and the most that a rank has in each place.
 
-        `held` are the figures of each rank's stages, `flight` tells the microbatches that it holds at once.
+        `held` are the figures of each rank's stages, `flight` tells the microbatches that it holds at once,
+        `after` is as of `_after`.
         """
         memory: dict[str, int] = {}
         stage, away = 0, dict.fromkeys(self.model.homes, 0)
@@ -514,7 +561,7 @@ class Predictor:
             late = any(m.op is Op.BACKWARD_WEIGHT for m in flight.graph.moments[r])
             beside = partial(_passing, own, message, late)
             kept, transient = flight.most(r, [f["kept"] for f in own], [f["pending"] for f in own], beside)
-            kept, transient = max((kept, transient), *_ends(own, late), (0.0, sums[r]), key=sum)
+            kept, transient = max((kept, transient), *_ends(own, late), (0.0, max(sums[r], after[r])), key=sum)
             transient += min(sum(f["tiled"] for f in own), max(f["tiles"] for f in own))
             here = _memory(weights, gradients, states, round(kept), round(transient))
             for p in away:
@@ -623,6 +670,11 @@ def _passing(figures: Sequence[Figures], message: float, late: bool, m: Moment) 
     return passing + queue
 
 
+def _holders(stages: Iterable[int], schedule: Schedule) -> tuple[int, ...]:
+    """Return the pipeline ranks that have one of these stages, or a copy of it."""
+    return tuple(dict.fromkeys(schedule.holder(s, copy) for copy in range(schedule.copies) for s in stages))
+
+
 def _ends(figures: Sequence[Figures], late: bool) -> list[tuple[float, float]]:
     """Return for each stage of a rank what it keeps and what passes where the rank's last pass is one of it.
 
@@ -684,7 +736,7 @@ def _total(figures: Sequence[Figures]) -> Figures:
     made: Figures = {}
     for figure in figures:
         for name, value in figure.items():
-            before, once = made.get(name, 0.0), name in ("array", "tiles") or name.startswith("tie ")
+            before, once = made.get(name, 0.0), name in ("array", "tiles", "apart") or name.startswith("tie ")
             made[name] = max(before, value) if once else before + value
     for name in RESTS if figures else ():
         made[name] -= _twice(figures, name)

@@ -759,8 +759,12 @@ class _Search:
             times = min(seconds for seconds, _ in guesses) / mine
             tried = [p for p in self.estimated.values() if _kind(p.candidate.mesh) == name]
             why = f"not traced: products and words alone are guessed at {shown_ratio(times)} the time"
-            if tried:
-                p = min(tried, key=_order)
+            if tried and not any(map(self._fits, tried)):
+                p = min(tried, key=lambda p: (p.bytes, str(p.candidate)))
+                least, room = format_bytes(p.bytes, up=True), format_bytes(self.memory)
+                why = f"not traced: the smallest that was estimated needs {least}, and has {room} ({p.candidate})"
+            elif tried:
+                p = min(filter(self._fits, tried), key=_order)
                 text = why_slower(p, best)
                 verb = "is" if p.seconds < AS_FAST * best.seconds else "takes"
                 why = f"not traced: the likeliest of them {verb} {text} ({p.candidate})"

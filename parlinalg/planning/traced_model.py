@@ -431,13 +431,34 @@ class TracedModel:
         an optimizer of which each layer's trace has its step."""
         if self.elementwise:
             return []
-        rows, keys = self.rows(c), self.keys(c.dtype)
-        one = replace(c, microbatches=c.pipeline, recompute=None)
-        setup = Setup(one.apply(self.config, rows), self.ranks, 0, ("step", *_form(one)))
-        found = []
+        setup, keys, found = self._step(c), self.keys(c.dtype), []
         for (a, b), tied in zip(self.cuts(spec), self.ties_of_stages(c, spec), strict=True):
             known = (*setup.key, *keys[a:b], *tied.values())
             found.append(self.part(known, setup, layers=(a, b), **tied))
+        return found
+
+    def _step(self, c: Candidate) -> Setup:
+        """Return the setup of the optimizer's step alone."""
+        one = replace(c, microbatches=c.pipeline, recompute=None)
+        return Setup(one.apply(self.config, self.rows(c)), self.ranks, 0, ("step", *_form(one)))
+
+    def beside_steps(self, c: Candidate, spec: MeshSpec) -> list[int]:
+        """Return by pipeline rank the bytes beside what rests at the peak of a step that treats the matrices of several
+        stages together; 0 of ranks with one stage, and of an optimizer of each layer alone.
+
+        Of more than two stages the layers of those but the last are taken to be like those that follow the first one.
+        """
+        assert spec.schedule is not None
+        setup, keys, cuts, found = self._step(c), self.keys(c.dtype), self.cuts(spec), []
+        for chunks in spec.schedule.chunks:
+            own = sorted(cuts[k.stage] for k in chunks)
+            if self.elementwise or len(own) == 1:
+                found.append(0)
+                continue
+            (first, _), (last, end) = own[0], own[-1]
+            skip = first + sum(b - a for a, b in own[:-1]), last
+            known = (*setup.key, *keys[first : skip[0]], *keys[last:end], "together")
+            found.append(self.part(known, setup, layers=(first, end), skip=skip).last_peaks.whole)
         return found
 
     def whole(self, c: Candidate, **more: Any) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import math
 import pickle
@@ -302,8 +303,29 @@ def test_ledgers_of_elements_by_indices_are_those_of_real_ranks(world):
         pla.exp(a[:, np.array([36, 0, 0])])
         a[line[5:9]] = pla.ones((4, 37), grid, pla.Layout(None, "c"))
         a[line, 3], a[7, 8] = 2.0, 1.0
+        np.add.at(a, line, 1.0)
         pla.linalg.trace(a)
         np.diag(np.diagonal(a, 2))
+
+    for r in [r for r in range(1, world.size + 1) if world.size % r == 0]:
+        both(world, {"r": r, "c": world.size // r}, program)
+
+
+@pytest.mark.ranks(1, 4)
+def test_ledgers_of_masks_that_all_ranks_have_are_those_of_real_ranks(world):
+    """NumPy's masks of rows and of elements, of dims that are not cut evenly."""
+
+    def program(grid: Any) -> None:
+        draw = np.random.default_rng(0)
+        rows, elements = draw.random(13) < 0.4, draw.random((13, 5)) < 0.4
+        for layout in (pla.Layout("r", "c"), pla.Layout(("c", "r"), None), pla.Layout(None, ("r", "c"))):
+            a = pla.ones((13, 5), grid, layout)
+            for mask in (rows, elements, np.zeros(13, bool), np.zeros((13, 5), bool)):
+                found = a[mask]
+                assert found.shape == (np.count_nonzero(mask), *a.shape[mask.ndim :])
+                pla.exp(found)
+            pla.compress(rows, a, axis=0)
+            a[elements] = 2.0
 
     for r in [r for r in range(1, world.size + 1) if world.size % r == 0]:
         both(world, {"r": r, "c": world.size // r}, program)
@@ -348,6 +370,7 @@ def test_ledgers_of_numbers_that_meet_arrays_are_those_of_real_ranks(world):
             assert found.shape == (31, 31)
         y = first * pla.Tensor(x) + first
         assert y.layout == x.layout
+        assert pla.full((31, 3), first, grid, pla.Layout("r", None)).dtype == pla.full_like(x, v.gather()[:1]).dtype
         pla.sum(np.polyval(v.gather()[:4], x) + np.polyval(v[:4], x) + pla.interp(x, line, line))
         pla.sum(pla.histogram2d(v, v, bins=4, range=[[-1, 1], [-2, 2]])[0])
         with pytest.raises(TypeError, match="of this rank alone"):
@@ -643,6 +666,42 @@ def test_reductions_of_arrays_with_values_are_numpys(name):
         np.testing.assert_array_equal(getattr(xp, name)(a, axis=axis), getattr(np, name)(a, axis=axis))
         want = getattr(np, name)(a, axis=axis, keepdims=True)
         np.testing.assert_array_equal(getattr(xp, name)(a, axis=axis, keepdims=True), want)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("parallel", "options"),
+    [({"data": 2}, {}), ({"tensor": {"size": 2, "mode": "1d"}}, {}), ({"sequence": 2}, {"num_local_experts": 4})],
+    ids=["data", "1d", "experts on a ring"],
+)  # fmt: skip
+def test_more_tokens_than_keep_values_are_imagined(parallel, options, target, monkeypatch):
+    """Ids and targets without values lie within the vocabulary, and all count, if the `WhatIf` says so."""
+    config = {"parallel": parallel, "batch_size": 256, "criterion": {"name": "cross_entropy", "label_smoothing": 0.1}}
+
+    def program(world: Any) -> tuple[Any, int, int]:
+        with pla.launch(config) as mesh:
+            model = nn.GPT(
+                vocab_size=64, max_position_embeddings=16, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                dtype="float32", scheme=mesh.scheme, grid=mesh.grid, **options,
+            )  # fmt: skip
+            ids = np.random.default_rng(0).integers(0, 64, (256, 16))
+            engine, feed, *_ = pla.initialize(model, train_dataloader=[(ids, ids)], mesh=mesh)
+            with pla.ledger(mesh.world) as book, world.trace() as trace:
+                pla.Trainer(engine).fit(feed, epochs=1)
+            given = pla.distribute(ids, mesh.grid, model.targets_layout)
+            assert ops.count_targets(given) == ids.size
+        return rows(book), sum(e.flops for e in trace.events if isinstance(e, Gemm)), world.peak_memory
+
+    few = pla.imagine_together(program, 2, what_if=pla.WhatIf(), target=target)
+    for module in ("parlinalg.backend.shapes", "parlinalg.array.create"):
+        monkeypatch.setattr(importlib.import_module(module), "SMALL", 1000)
+    with pytest.raises(pla.ValuesNeeded, match=r"WhatIf\(finite="):
+        pla.imagine_together(program, 2, target=target)
+    many = pla.imagine_together(program, 2, what_if=pla.WhatIf(), target=target)
+    for rank, (book, flops, peak) in few.items():
+        assert many[rank][:2] == (book, flops)
+        assert peak <= many[rank][2] <= 1.05 * peak  # with the integers, which are counted
 
 
 @pytest.mark.serial

@@ -109,6 +109,36 @@ def test_choices_have_the_load(k):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize(("k", "experts"), [(2, 4), (4, 8), (4, 6), (3, 7), (8, 8)])
+@pytest.mark.parametrize("load", ["even", "given"])
+def test_experts_are_first_choices_as_often_as_others(k, experts, load):
+    """First choices stand before others in the queues, so that the ranks along a sequence exchange tokens."""
+    tokens, alike = 60 * experts, (1,) * experts
+    given = routing.in_turn(tokens, k, experts) if load == "even" else routing.by_load(tokens, k, experts, alike)
+    assert all(len(set(each)) == k for each in given.tolist())
+    counts = np.bincount((given * k + np.arange(k)).ravel(), minlength=experts * k)
+    np.testing.assert_allclose(counts, tokens / experts, rtol=0.1)
+
+
+@pytest.mark.ranks(2, 4)
+def test_tokens_cross_a_cut_sequence_as_they_are_routed(world):
+    """Words where places of queues are cut, of learned routes and of those that are assumed to be even."""
+
+    def program(grid: Any) -> None:
+        scheme = pla.schemes.discover()["sequence"].SCHEME
+        layer = nn.MixtureOfExperts(32, 16, 8, scheme, grid, top_k=4, capacity_factor=4.0, axis=(), seed=0)
+        layer(pla.Tensor(pla.random.normal((4, 64 * grid.size, 32), grid, scheme.residual, seed=3)))
+
+    with pla.ledger(world) as learned:
+        program(pla.Grid({"s": world.size}, world, "numpy"))
+    with pla.imagine(world.size, world.rank, what_if=pla.WhatIf()) as imagined, pla.ledger(imagined.comm) as even:
+        program(pla.Grid({"s": world.size}))
+    words = world.share([book.words["all_to_all", ("s",)] for book in (learned, even)])
+    real, assumed = (sum(each) for each in zip(*words, strict=True))
+    assert assumed == pytest.approx(real, rel=0.25)
+
+
+@pytest.mark.serial
 def test_loads_that_cannot_be_are_refused():
     for given in ("odd", (), (1, -1), (0, 0), (1, float("nan"))):
         with pytest.raises(pla.ConfigError, match="routing="):

@@ -8,10 +8,11 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,22 @@ def test_why_others_lost():
     made = plan(2, best=1, parallel={"sequence": 1, "tensor": 1}, model=AGAIN, zero=0)
     assert sum(count for _, count, _ in made.lost) == made.candidates - 1
     assert any("pipeline" in what and "×" in why for what, _, why in made.lost)
+
+
+@pytest.mark.parametrize(("fits", "right"), [(True, "the likeliest of them"), (False, "the smallest that")])
+def test_a_kind_without_room_is_not_called_slow(fits, right):
+    """Of the kinds that are left out those estimated may take too much memory, however fast they are."""
+    config = {"model": {"name": "mlp"}, "batch_size": 64, "parallel": {"pipeline": 1}}
+    first, other = pla.plan_training(config, ranks=2, machine="laptop", best=2).best
+    left = SimpleNamespace(
+        crammed=[], others=[(1.0, other.candidate.mesh, 5)], estimated={other.candidate: other},
+        _fits=lambda planned: fits, memory=1 << 10,
+    )  # fmt: skip
+    ((_, count, why),) = search._Search._unseen(left, first)
+    assert count == 5
+    assert right in why
+    assert str(other.candidate) in why
+    assert fits or " needs " in why
 
 
 @pytest.mark.one_in(3)
@@ -702,6 +719,19 @@ def test_experts_may_be_cut_by_any_axis():
     )
 
 
+def test_experts_on_a_ring_are_planned_on_ranks_that_share_a_node(monkeypatch):
+    """Ranks of a ring are next to each other, whatever else they share: on one node no network is asked for."""
+    monkeypatch.setattr(search, "MANY", 1)
+    model = {"name": "gpt", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 257}
+    config = {
+        "model": {**model, "num_local_experts": 4, "num_experts_per_tok": 1, "recompute": None},
+        "data": {"name": "text", "sequence_length": 40}, "batch_size": 8, "zero": 0, "gradient_accumulation": 1,
+        "parallel": {"data": 1, "pipeline": 1},
+    }  # fmt: skip
+    made = pla.plan_training(config, ranks=4, machine="laptop", best=1)
+    assert "share 2 cores" in str(made)
+
+
 def test_a_given_axis_of_experts_is_planned():
     """The model alone on one rank, by which candidates are judged, has no such axis."""
     model = {**AGAIN, "num_local_experts": 4, "expert_axis": "t"}
@@ -945,14 +975,15 @@ def test_messages_and_tiles_on_their_way_are_memory():
 
 def pipeline_step(
     world: Any, schedule: str, recompute: str | None, outputs: bool = False, offload: Any = None, data: int = 1,
-    zero: int = 0, place: Any = None, **sizes: int,
+    zero: int = 0, place: Any = None, settings: Mapping[str, Any] | None = None, **sizes: int,
 ) -> Callable[[], None]:  # fmt: skip
     """Return a GPT's step in a pipeline over all ranks, as a program of the user's makes it; `place` is given a rank's
-    blocks."""
+    blocks, `settings` are further keys of the configuration."""
     parallel = {"data": data, "pipeline": world.comm.size // data}
     config = {"parallel": parallel, "zero": zero, "schedule": {"name": schedule, "microbatches": 8}}
-    mesh = pla.launch({**config, "batch_size": 32, "offload": offload or {}}, world.comm, "auto")
-    model = nn.GPT(**{**DEEP, **sizes}, recompute=recompute, dtype="float32", scheme=mesh.scheme, grid=mesh.grid)
+    mesh = pla.launch({**config, "batch_size": 32, "offload": offload or {}, **(settings or {})}, world.comm, "auto")
+    dtype = mesh.config.model_dtype
+    model = nn.GPT(**{**DEEP, **sizes}, recompute=recompute, dtype=dtype, scheme=mesh.scheme, grid=mesh.grid)
     engine, *_ = pla.initialize(model, criterion=ops.cross_entropy_sum, mesh=mesh)
     if place is not None:
         place(engine.model.blocks)
@@ -1006,6 +1037,28 @@ def test_memory_of_pipelines_is_that_of_the_program(schedule, recompute, vocabul
         assert Bounds(predictor.model).within(whole.candidate, 1 << 40)[1] <= whole.bytes, away
     assert whole.host
     assert later or whole.bytes < peak
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "shampoo"])
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "chimera"])
+def test_what_stages_of_a_rank_sum_and_update_together_is_held_as_by_the_program(schedule, precision, optimizer):
+    """Gradients of copies of the model, and of a tied table, go together; so do matrices of all stages of a rank."""
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 4, "tie_word_embeddings": True}
+    settings = {"precision": precision or {}, "optimizer": optimizer, "dtype": "float32"}
+
+    def program(world: Any) -> Callable[[], None]:
+        return pipeline_step(world, schedule, "block", settings=settings, **sizes)
+
+    peak, model = _held(program, 2, "cpu"), {"name": "gpt", **DEEP, **sizes, "recompute": "block"}
+    data = {"name": "text", "sequence_length": 4}
+    predictor = _predictor(model, 2, "laptop", 32, data=data, **settings)
+    c = _candidate(1, 2, microbatches=8, schedule=schedule, dtype=precision)
+    c = replace(c, recompute="block")
+    assert Bounds(predictor.model).within(c, 1 << 40)[1] <= peak
+    assert predictor.full(c).bytes == pytest.approx(peak, rel=0.01)
+    assert predictor.estimate(c).bytes == pytest.approx(peak, rel=0.1)
 
 
 def _held(program: Callable[[Any], Callable[[], None]], ranks: int, target: str = "gpu") -> int:

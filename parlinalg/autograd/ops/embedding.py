@@ -12,7 +12,7 @@ from parlinalg.array.core import mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
-from parlinalg.autograd.ops.losses import _first
+from parlinalg.autograd.ops.losses import _first, any_of
 from parlinalg.autograd.ops.product import gathered_weight
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
@@ -70,7 +70,9 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     at = weight.block_in(plan.w_work) if gathered is None else gathered.at_work(plan.w_work).block
     width = math.prod(at.shape[1:])
     whole = span_of(plan.k[0], grid.sizes) == 1
-    y = look_up(at.reshape((at.shape[0], width)), numbers, rows.start, whole).reshape((*numbers.shape, *at.shape[1:]))
+    share = len(rows) / max(1, weight.shape[0])
+    y = look_up(at.reshape((at.shape[0], width)), numbers, rows.start, whole, share)
+    y = y.reshape((*numbers.shape, *at.shape[1:]))
     block = redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
 
     of_table = plan.grad_w
@@ -79,7 +81,7 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
         return redistribute(g, of_table.w, of_table.w_work, shape, grid)
 
     def part(dy: Block, numbers: Block) -> Term:
-        d = look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
+        d = look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows), share)
         return d.reshape(local), of_table.y_work
 
     return record("embedding", DistArray(block, shape, plan.y, grid), [table], [Part(part, numbers)], dy_at_work)
@@ -95,7 +97,7 @@ def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:
     if ids.grid.effective(ids.layout) != ids.grid.effective(want):
         raise mismatch("embedding: ids do not rest as the leading dims of the plan's x", ids.layout, want)
     bad = (ids.block < 0) | (ids.block >= vocabulary)
-    if bool(bad.any()):
+    if any_of(bad, "whether ids are within the vocabulary"):
         where, value = _first(ids, bad), int(ids.block[bad][0])
         raise ValueError(
             f"embedding: id {value} at {where} (rank {ids.grid.rank}) is beyond the vocabulary of {vocabulary}; ids "

@@ -18,8 +18,10 @@ from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import backend_of
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import rows as kernels
+from parlinalg.backend.shapes import has_values, places_of
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 
@@ -68,7 +70,7 @@ def cross_entropy_sum(
     here = grid.block(z.layout, z.shape)[-1]
     counts = ids != ignore_index
     inside = counts & (ids >= here.start) & (ids < here.stop)
-    rows = xp.nonzero(inside.reshape(-1))[0]
+    rows = places_of(inside.reshape(-1), len(here) / max(1, classes))
     columns = ids.reshape(-1)[rows].astype(np.int64) - here.start
     local = (ids.size, block.shape[-1])
     rest, work = z.layout, work_dtype(z.dtype)
@@ -158,7 +160,7 @@ def count_targets(targets: Any, ignore_index: int = -100) -> int:
 def _totals(z: DistArray, numbers: list[Any], axes: Cut, targets: int) -> Any:
     """Return this rank's numbers, summed over the ranks along `axes` in one all-reduce, in float64.
 
-    `targets` are all that there are: what imagined ranks count where this one has none.
+    `targets` are all that there are: what imagined ranks count where this one has none, or targets without values.
     """
     xp = z.xp
     values = xp.stack([xp.asarray(n).astype(np.float64) for n in numbers])
@@ -170,9 +172,10 @@ def _totals(z: DistArray, numbers: list[Any], axes: Cut, targets: int) -> Any:
     if not z.grid.backend.values:  # a count has a value: other imagined ranks count as large a part of their targets
         cut = [d for d, dim in enumerate(z.layout.dims) if set(dim) & set(axes)]
         own, every = (math.prod(shape[d] for d in cut) for shape in (z.block.shape, z.shape))
+        counts = [n.dtype.kind in "iu" for n in numbers]
         return [
-            x if isinstance(n, type(x)) else round(int(n) * every / own) if own else targets
-            for n, x in zip(numbers, found, strict=True)
+            x if not count else round(int(n) * every / own) if own and has_values(n) else targets
+            for n, x, count in zip(numbers, found, counts, strict=True)
         ]
     return found
 
@@ -195,11 +198,19 @@ def _class_ids(z: DistArray, targets: Any, ignore_index: int) -> Block:
     if z.grid.effective(t.layout) != z.grid.effective(want):
         raise mismatch("cross_entropy: targets are not cut as the leading dims of the logits", t.layout, want)
     bad = (t.block != ignore_index) & ((t.block < 0) | (t.block >= classes))
-    if bool(bad.any()):
+    if any_of(bad, "whether targets are class ids"):
         where = _first(t, bad)
         value = int(t.block[bad][0])
         raise ValueError(f"cross_entropy: target {value} at {where} (rank {z.grid.rank}) is not a class; {right}")
     return t.block
+
+
+def any_of(bad: Block, why: str) -> bool:
+    """Return True if an element is marked as bad; those without values are assumed to be good."""
+    if has_values(bad):
+        return bool(bad.any())
+    backend_of(bad).assume("finite", why)
+    return False
 
 
 def _first(a: DistArray, bad: Block) -> tuple[int, ...]:

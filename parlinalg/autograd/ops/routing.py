@@ -379,17 +379,28 @@ def assumed_choices(backend: Any, tokens: int, k: int, experts: int) -> np.ndarr
 def in_turn(tokens: int, k: int, experts: int) -> np.ndarray:
     """Return choices [tokens, k] in turn: every expert gets as many tokens as any other, or one more.
 
-    >>> in_turn(3, 2, 4).tolist()
-    [[0, 1], [2, 3], [0, 1]]
+    It is the first choice of about as many of them as the second, and so on.
+
+    >>> in_turn(5, 2, 4).tolist()
+    [[0, 1], [2, 3], [1, 0], [3, 2], [0, 1]]
     """
-    return (np.arange(tokens * k, dtype=np.int64) % experts).reshape(tokens, k)
+    given = (np.arange(tokens * k, dtype=np.int64) % experts).reshape(tokens, k)
+    alike = math.gcd(k, experts)
+    return _turned(given, np.arange(tokens) // (experts // alike) % alike)
+
+
+def _turned(choices: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Return choices [tokens, k] of which each token's begin with another one, so many further on."""
+    k = choices.shape[1]
+    return np.take_along_axis(choices, (np.arange(k) + by[:, None]) % k, axis=1)
 
 
 def by_load(tokens: int, k: int, experts: int, load: Sequence[float]) -> np.ndarray:
     """Return choices [tokens, k] such that expert i has about the part `load[i]` of all of them.
 
     The choices of a token are k points, one apart, among the loads that lie side by side k long in all (systematic
-    sampling; Madow 1949); where the first lies follows the golden ratio from token to token, which is even.
+    sampling; Madow 1949); where the first lies follows the golden ratio from token to token, which is even.  The tokens
+    take turns in which of their points is the first choice.
 
     >>> np.bincount(by_load(100, 2, 3, (0.5, 0.25, 0.25)).ravel()).tolist()
     [100, 51, 49]
@@ -409,7 +420,7 @@ def by_load(tokens: int, k: int, experts: int, load: Sequence[float]) -> np.ndar
         )
     first = np.arange(tokens) * (math.sqrt(5) - 1) / 2 % 1
     found = np.searchsorted(ends[:-1], first[:, None] + np.arange(k), side="right")
-    return found.astype(np.int64)
+    return _turned(found.astype(np.int64), np.arange(tokens) % k)
 
 
 def _queued(counts: Sequence[np.ndarray], order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

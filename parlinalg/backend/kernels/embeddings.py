@@ -13,27 +13,33 @@ import numpy as np
 from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import TILE, example, kernel, runs
+from parlinalg.backend.shapes import has_values, places_of
 
 Block = Any
 
 
 @kernel()
-def look_up(table: Block, ids: Block, start: int, whole: bool) -> Block:
-    """Return row `id - start` of the table for every id; zeros where it has none, unless the table is `whole`."""
+def look_up(table: Block, ids: Block, start: int, whole: bool, share: float = 1.0) -> Block:
+    """Return row `id - start` of the table for every id; zeros where it has none, unless the table is `whole`.
+
+    `share` is the part of the ids that have a row, where ids have no values.
+    """
     xp = namespace(table)
     shape = (*ids.shape, table.shape[1])
     flat = ids.reshape(-1) - start
     if whole:
         return xp.take(table, flat, axis=0).reshape(shape)
     out = xp.zeros((flat.size, table.shape[1]), table.dtype)
-    at = xp.nonzero((flat >= 0) & (flat < table.shape[0]))[0]
+    at = places_of((flat >= 0) & (flat < table.shape[0]), share)
     out[at] = table[flat[at]]
     return out.reshape(shape)
 
 
 @kernel()
-def look_up_grad(g: Block, ids: Block, start: int, rows: int) -> Block:
+def look_up_grad(g: Block, ids: Block, start: int, rows: int, share: float = 1.0) -> Block:
     """Return the sums of the rows of g that belong to each of `rows` ids from `start`; in g's dtype.
+
+    `share` is as of `look_up`; of ids without values all have an equal one.
 
     The rows of equal ids are summed as a tree, all ids' at once: in every round each second row of an id is added to
     the one before it.  The order depends on the ids alone; no two terms are added to one place at a time, as in
@@ -43,11 +49,17 @@ def look_up_grad(g: Block, ids: Block, start: int, rows: int) -> Block:
     width = g.shape[-1]
     out = xp.zeros((rows, width), g.dtype)
     flat = ids.reshape(-1).astype(np.int64) - start
-    at = xp.nonzero((flat >= 0) & (flat < rows))[0]
+    at = places_of((flat >= 0) & (flat < rows), share)
     if not at.size or not width:
         return out
     at = at[xp.argsort(flat[at], kind="stable")]
     found = flat[at]
+    if not has_values(ids):
+        sums = xp.take(g.reshape((flat.size, width)), at, axis=0).astype(work, copy=False)
+        odd = places_of(found, 0.5)  # the first round has the most terms
+        sums[odd] += sums[odd]
+        out[found] = sums[:rows].astype(g.dtype, copy=False)
+        return out
     first = xp.ones(found.shape, bool)
     first[1:] = found[1:] != found[:-1]
     starts = xp.nonzero(first)[0]
