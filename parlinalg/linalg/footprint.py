@@ -198,7 +198,7 @@ def _decomposed(plan: LinalgPlan, m: int, n: int, complex_: bool) -> tuple[int, 
     merged = 5 * square // 2 + 3 * n * step
     formed = (4 if complex_ else 3) * square + _trip(plan, square, square, deal.C)
     merged = n * (together + 1) + (merged // 2 if complex_ else merged)
-    b = bidiagonal.panel_size((m, n), p, keep=True)
+    b = bidiagonal.panel_size((m, n), p, None)
     reduced = rows * columns + max(
         _closing(m, n, b, m + n) + min(together, n) * rows, (2 + 1 + TOGETHER - 1) * b * (m + n)
     )
