@@ -16,7 +16,6 @@ from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
-from parlinalg.array.namespace import eye
 from parlinalg.array.reductions import norm
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
@@ -389,13 +388,13 @@ class _ShiftInvert:
     def __init__(self, a: Any, sigma: float, dtype: np.dtype[Any]) -> None:
         if not isinstance(a, DistArray):
             raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
-        a, n = a.astype(dtype, copy=False), a.shape[0]
+        a = a.astype(dtype, copy=False)
         if worst(a.grid, [not kernels.finite(a.block)])[0]:
             raise met_odd("eigsh", A=a)
         self.unit = _unit(a, abs(sigma))
         a = a if self.unit == 1 else a * self.unit
         self.shift = sigma * float(self.unit)
-        factor = LUFactor(a - dtype.type(self.shift) * eye(n, dtype=dtype, grid=a.grid))
+        factor = LUFactor(a, shift=dtype.type(self.shift))
         try:
             factor.check()
         except LinAlgError as error:
