@@ -558,8 +558,12 @@ class LUFactor(WithDeterminant, Factor):
         x = namespace(self._further).ascontiguousarray(self._further)
         triangular.substitute(self.tiles, self._t, self.positions, x, n, self._more, lower=False)
         if last:
-            self._t = self._further = self._t[:0].copy()
+            self.give_up()
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
+
+    def give_up(self) -> None:
+        """Free the memory of the factors, which nobody needs any more."""
+        self._t = self._further = self._t[:0].copy()
 
     def factors(self) -> tuple[DistArray, DistArray]:
         """Return L [m, k] and U [k, n] in the layout of A."""

@@ -286,6 +286,7 @@ def _lanczos(
                 return w
             x = _assembled(space.basis, s[:, wanted[rising]], v)
             if inverse is not None:
+                inverse.give_up()
                 _check_pairs(A, w, x, sigma, max(eps**0.5, tol))  # type: ignore[arg-type]
             return EighResult(w, x) if vectors else w
         if converged:
@@ -399,7 +400,7 @@ class _ShiftInvert:
             factor.check()
         except LinAlgError as error:
             raise LinAlgError(f"eigsh: sigma = {sigma!r} is an eigenvalue; move it a little ({error})") from None
-        self.solve = factor.solution
+        self.solve, self.give_up = factor.solution, factor.give_up
 
     def eigenvalues(self, values: np.ndarray, power: Any) -> np.ndarray:
         """Return those of A, by those of the inverse times 2 to this power."""

@@ -53,15 +53,16 @@ OTHERS = {
     "gradient of cholesky": gradient(linalg.cholesky),
     "gradient of slogdet": gradient(lambda t: linalg.slogdet(t).logabsdet),
     "gradient of eigenvectors": gradient(lambda t: linalg.eigh(t).eigenvectors),
-    "gradient of U": gradient(lambda t: linalg.svd(t, full_matrices=False).U),
+    "eigsh with sigma": lambda a: linalg.eigsh(a, 4, sigma=1.5),
     "some of eigh by value": lambda a: linalg.eigh(a, subset_by_value=(-np.inf, 0.0)),
 }  # fmt: skip
-POSITIVE = ("cholesky", "sqrtm", "cho_factor", "eigsh", "gradient of cholesky", "some of eigh")
+POSITIVE = ("cholesky", "sqrtm", "cho_factor", "eigsh", "eigsh with sigma", "gradient of cholesky", "some of eigh")
 BEYOND = {
     "cond 1": (lambda a: linalg.cond(a, 1), 4.3, 5.8),
-    "eigvalsh of two": (lambda a: linalg.eigvalsh(a, a.copy()), 4.1, 5.0),
+    "eigvalsh of two": (lambda a: linalg.eigvalsh(a, a.copy()), 3, 4.0),
     "some of eigh": (lambda a: linalg.eigh(a, subset_by_index=(0, 9)), 3, 3.7),
     "gradient of R": (gradient(lambda t: linalg.qr(t, mode="r")), 3, 3.5),
+    "gradient of U": (gradient(lambda t: linalg.svd(t, full_matrices=False).U), 3.7, 3),
     "gradient of Q": (gradient(lambda t: linalg.qr(t).Q), 3.2, 3.7),
     "gradient of pinv": (gradient(linalg.pinv), 3.2, 3.7),
 }
