@@ -26,9 +26,10 @@ from parlinalg.autograd.primitives import as_op, constant, differentiable, refus
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.layout import Layout
-from parlinalg.linalg import factors, spectral, stacks, systems
+from parlinalg.linalg import congruence, factors, spectral, stacks, systems
+from parlinalg.linalg.congruence import congruent, halve, over_differences
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
-from parlinalg.linalg.matrices import NEGLIGIBLE, as_matrix
+from parlinalg.linalg.matrices import NEGLIGIBLE, as_matrix, spend
 from parlinalg.linalg.systems import triangular_solution
 
 
@@ -62,15 +63,34 @@ def mirrored(a: DistArray) -> DistArray:
     return adjoint(halved(adjoint(a))) + halved(adjoint(a))
 
 
-def divided(a: DistArray, r: DistArray, *, lower: bool = False, unit_diagonal: bool = False) -> DistArray:
-    """Return A R⁻ᴴ for triangular matrices R."""
-    return adjoint(triangular_solution(r, adjoint(a), lower=lower, unit_diagonal=unit_diagonal))
+def divided(a: DistArray, r: DistArray, *, mirror: bool = False) -> DistArray:
+    """Return A R⁻ᴴ for upper triangles R, with `mirror` mirrored(A) R⁻ᴴ; A is spent."""
+    if a.ndim == 2:
+        return congruence.divided(a, r, mirror=mirror)
+    return adjoint(triangular_solution(r, adjoint(mirrored(a) if mirror else a)))
 
 
 def widened(a: DistArray, m: int, n: int) -> DistArray:
     """Return the matrices with zeros below and right of them, of shape [..., m, n]."""
     more = m - a.shape[-2], n - a.shape[-1]
     return joining.padded(a, [(0, 0)] * (a.ndim - 2) + [(0, k) for k in more]) if any(more) else a
+
+
+def first(a: DistArray, k: int, dim: int = -1) -> DistArray:
+    """Return the first k columns of matrices, or with dim -2 rows; the array itself if it has no more."""
+    if a.shape[dim] == k:
+        return a
+    return a[..., :k] if dim == -1 else a[..., :k, :]
+
+
+def less(a: DistArray, b: DistArray) -> DistArray:
+    """Return A - B, in the memory of B where it can be."""
+    if a.layout != b.layout or a.dtype != b.dtype or a.layout.partial:
+        return a - b
+    block = b.block
+    block *= -1
+    block += a.block
+    return b
 
 
 def beside(*matrices: DistArray) -> DistArray:
@@ -176,6 +196,9 @@ def inverse_adjoint(scale: DistArray, like: Frame, factor: Any, matrices: Any) -
     if factor is None:
         return scale[..., None, None] * adjoint(linalg.inv(matrices))
     layout = Layout(*like.layout.dims[-2:])
+    if isinstance(factor, factors.CholeskyFactor | factors.LUFactor):
+        n = like.shape[-1]
+        return factor.solution(factors.Identity((n, n), layout, scale.summed().block), adjoint=True)
     one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=layout)
     return factor.solution(one * scale[..., None, None], adjoint=True)
 
@@ -235,13 +258,17 @@ def factored(x: Tensor, name: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------ factorizations
 def of_cholesky(g: DistArray, y: DistArray, upper: bool) -> DistArray:
+    if g.ndim == 2:
+        e = halve(adjoint(y) @ g) if not upper else halve(y @ adjoint(g))
+        spend(g)
+        return congruent(e, adjoint(y) if upper else y)
     if upper:
         g, y = adjoint(g), adjoint(y)
     s = triangular_solution(y, halved(adjoint(y) @ g), lower=True, adjoint=True)  # L⁻ᴴ Φ(Lᴴ g)
     return hermitian(adjoint(triangular_solution(y, adjoint(s), lower=True, adjoint=True)))
 
 
-_cholesky = known("cholesky", "x found upper", x=of_cholesky)
+_cholesky = known("cholesky", "x found upper", takes=True, x=of_cholesky)
 
 
 @as_op(linalg.cholesky)
@@ -302,23 +329,29 @@ def in_order(a: DistArray, p: DistArray | None) -> DistArray:
 def of_q(g: DistArray, q: DistArray, r: DistArray, p: DistArray | None) -> DistArray:
     """Return [g - Q mirrored(Qᴴ g)] R₁⁻ᴴ, and zeros beside it, by the columns in the order p."""
     (m, n), k = (q.shape[-2], r.shape[-1]), min(q.shape[-2], r.shape[-1])
-    g, q = of_completed(g, q, k), q[..., :k]
-    return in_order(widened(divided(g - q @ mirrored(triu(adjoint(q) @ g)), r[..., :k, :k]), m, n), p)
+    given, g, q = g, of_completed(g, q, k), first(q, k)
+    found = q @ congruence.mirrored(adjoint(q) @ g) if g.ndim == 2 else q @ mirrored(triu(adjoint(q) @ g))
+    found = less(g, found)
+    spend(given)
+    del g
+    return in_order(widened(divided(found, first(first(r, k, -2), k)), m, n), p)
 
 
 def of_r(g: DistArray, q: DistArray, r: DistArray, p: DistArray | None) -> DistArray:
     """Return Q [mirrored(g₁ R₁ᴴ - Z) + Z] R₁⁻ᴴ with Z = R₂ g₂ᴴ, and beside it Q g₂, by the columns in the order p."""
     k = min(q.shape[-2], r.shape[-1])
-    g, q, r = g[..., :k, :], q[..., :k], r[..., :k, :]
-    t = g[..., :k] @ adjoint(r[..., :k])
+    given, g, q, r = g, first(g, k, -2), first(q, k), first(r, k, -2)
+    t = first(g, k) @ adjoint(first(r, k))
     if r.shape[-1] == k:
-        return in_order(q @ divided(mirrored(t), r), p)
+        spend(given)
+        del g
+        return in_order(q @ divided(t, r, mirror=True), p)
     z = r[..., k:] @ adjoint(g[..., k:])
     return in_order(q @ beside(divided(mirrored(t - z) + z, r[..., :k]), g[..., k:]), p)
 
 
-_q = known("qr", "x found q r p", x=of_q)
-_r = known("qr", "x found q r p", x=of_r)
+_q = known("qr", "x found q r p", takes=True, x=of_q)
+_r = known("qr", "x found q r p", takes=True, x=of_r)
 
 
 @as_op(linalg.qr)
@@ -472,9 +505,14 @@ def lu_factor(a: Tensor, block: int | None = None, *, depth: int | None = None) 
 
 
 # ------------------------------------------------------------------------------------------------ spectra
+def limit_of(values: DistArray, n: int) -> DistArray:
+    """Return the size up to which rounding makes differences of 0: 10 n ε times the largest of `values`, [..., k]."""
+    return spectral.limit_of(abs(values), None, NEGLIGIBLE * n)
+
+
 def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
-    """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to 10 n ε times the largest of `values`, [..., k]."""
-    limit = spectral.limit_of(abs(values), None, NEGLIGIBLE * n)
+    """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to `limit_of` the values."""
+    limit = limit_of(values, n)
     limit = limit if x.ndim == values.ndim else limit[..., None]
     return spectral.reciprocals(x, abs(x) > limit)
 
@@ -492,8 +530,17 @@ def of_eigenvalues(g: DistArray, v: DistArray, start: int) -> DistArray:
 
 def of_eigenvectors(g: DistArray, w: DistArray, v: DistArray, start: int) -> DistArray:
     """Return V (F ∘ skew(Vᴴ g)) Vᴴ with Fᵢⱼ = 1 / (wⱼ - wᵢ), for the gradients by the vectors from `start` on."""
+    given = g
     if (k := g.shape[-1]) < (n := w.shape[-1]):
         g = joining.padded(g, [(0, 0)] * (g.ndim - 1) + [(start, n - start - k)])
+    if g.ndim == 2:
+        inner = adjoint(v) @ g
+        spend(given)
+        del g
+        inner = over_differences(congruence.skew(inner), w, limit_of(w, n))
+        found = v @ inner
+        del inner
+        return found @ adjoint(v)
     return v @ (inverses(differences(w), w, w.shape[-1]) * skew(adjoint(v) @ g)) @ adjoint(v)
 
 
@@ -502,14 +549,29 @@ def of_left(g: DistArray, u: DistArray, s: DistArray, vh: DistArray) -> DistArra
 
     The terms of both sides' vectors whose sum has no derivative at equal values are those of F; those of H have one.
     """
-    k, most = s.shape[-1], max(u.shape[-2], vh.shape[-1])
-    g, u, vh = of_completed(g, u, k), u[..., :k], vh[..., :k, :]
-    f, h = (inverses(x, s, most) for x in (differences(s), s[..., None, :] + s[..., :, None]))
+    k, most, given = s.shape[-1], max(u.shape[-2], vh.shape[-1]), g
+    g, u, vh = of_completed(g, u, k), first(u, k), first(vh, k, -2)
+    tall = u.shape[-2] > k
     inner = adjoint(u) @ g
-    found = u @ ((f + h) * skew(inner))
-    if u.shape[-2] > k:
-        found = found + (g - u @ inner) * inverses(s, s, most)[..., None, :]
-    return found @ vh
+    outer = (g - u @ inner) * inverses(s, s, most)[..., None, :] if tall else None
+    if g.ndim == 2:
+        spend(given)
+        del g
+        inner = over_differences(congruence.skew(inner), s, limit_of(s, most), sums=True)
+    else:
+        f, h = (inverses(x, s, most) for x in (differences(s), s[..., None, :] + s[..., :, None]))
+        inner = (f + h) * skew(inner)
+    found = u @ inner
+    del inner
+    return (found if outer is None else found + outer) @ vh
+
+
+def of_right(g: DistArray, u: DistArray, s: DistArray, vh: DistArray) -> DistArray:
+    """Return the adjoint of what `of_left` finds for the adjoint matrix."""
+    aside = adjoint(g)
+    if g.ndim == 2:
+        spend(g)
+    return adjoint(of_left(aside, adjoint(vh), s, adjoint(u)))
 
 
 def of_values(g: DistArray, u: DistArray, vh: DistArray) -> DistArray:
@@ -519,12 +581,10 @@ def of_values(g: DistArray, u: DistArray, vh: DistArray) -> DistArray:
 
 
 _eigenvalues = known("eigh", "x found v start", x=of_eigenvalues)
-_eigenvectors = known("eigh", "x found w v start", x=of_eigenvectors)
-_left = known("svd", "x found u s vh", x=of_left)
+_eigenvectors = known("eigh", "x found w v start", takes=True, x=of_eigenvectors)
+_left = known("svd", "x found u s vh", takes=True, x=of_left)
 _singular_values = known("svd", "x found u vh", x=of_values)
-_right = known(
-    "svd", "x found u s vh", x=lambda g, u, s, vh: adjoint(of_left(adjoint(g), adjoint(vh), s, adjoint(u)))
-)  # fmt: skip
+_right = known("svd", "x found u s vh", takes=True, x=of_right)
 
 
 # A function that reads lower triangles has a Hermitian gradient, which belongs to both triangles.
@@ -688,11 +748,21 @@ differentiable(
 def of_pinv(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
     """Return -Pᴴ g Pᴴ + (1 - A P) gᴴ P Pᴴ + Pᴴ P gᴴ (1 - P A), for matrices of one rank (Golub and Pereyra 1973)."""
     p, back = adjoint(y), adjoint(g)
-    left, right = back @ (y @ p), (p @ y) @ back
-    return left - x @ (y @ left) + right - (right @ y) @ x - p @ g @ p
+    right = (p @ y) @ back
+    found = less(right, (right @ y) @ x)
+    del right
+    left = back @ (y @ p)
+    found += left
+    inner = y @ left
+    del left, back
+    found -= x @ inner
+    inner = p @ g
+    spend(g)
+    found -= inner @ p
+    return found
 
 
-differentiable(linalg.pinv, x=of_pinv, conjugate=False, moves=True)
+differentiable(linalg.pinv, x=of_pinv, conjugate=False, moves=True, takes=True)
 
 
 def of_system(g: DistArray, y: DistArray, a: DistArray, b: DistArray, parts: Any) -> DistArray:

@@ -132,7 +132,7 @@ def as_op(*many: Function) -> Callable[[Function], Function]:
 
 
 def differentiable(
-    function: Function, *, conjugate: bool = True, moves: bool = False,
+    function: Function, *, conjugate: bool = True, moves: bool = False, takes: bool = False,
     shared: Callable[..., DistArray] | None = None, **rules: Callable[..., DistArray],
 ) -> Function:  # fmt: skip
     """Let a function take tensors, by a rule for each argument that may be one.
@@ -146,6 +146,8 @@ def differentiable(
         holomorphic function, such as `g * y` of `exp`.  Otherwise a rule gives ∂L/∂u + i ∂L/∂v by u + iv itself.
     moves : bool
         Whether operands of unlike layouts are brought together, as in products.  Otherwise they are an error.
+    takes : bool
+        Whether rules may spend the gradient that they are given, to free its memory; with `conjugate=False`.
     shared : callable, optional
         A rule that runs before the others, which take what it returns in place of the gradient; with
         `conjugate=False`.  It returns an array of the result's shape.
@@ -183,7 +185,7 @@ def differentiable(
         def part(name: str, x: Tensor, likes: Any, i: int) -> Part:
             special = {"y": y, "like": Frame.of(x), "likes": likes, "i": i}
             arguments = {n: special[n] if n in special else values[n] for n in needs[name]}
-            return _gradient_part(rules[name], arguments, x, out, conjugate)
+            return _gradient_part(rules[name], arguments, x, out, conjugate, takes)
 
         inputs: list[Tensor] = []
         parts: list[Part] = []
@@ -205,21 +207,21 @@ def differentiable(
 
 
 def _gradient_part(
-    rule: Callable[..., DistArray], arguments: dict[str, Any], x: Tensor, out: Frame, conjugate: bool
+    rule: Callable[..., DistArray], arguments: dict[str, Any], x: Tensor, out: Frame, conjugate: bool, takes: bool
 ) -> Part:  # fmt: skip
     """Return the part that gives the gradient by x, by a rule and its arguments beside the gradient of the result."""
     saved: list[Any] = []
     kept = {name: _kept(value, saved) for name, value in arguments.items()}
     like, real = Frame.of(x), x.dtype.kind != "c"
 
-    def gradient(g: Block, *held: Block) -> Term:
+    def gradient(g: Any, *held: Block) -> Term:
         with explicit(False):
             given = {name: _given(each, held) for name, each in kept.items()}
-            array = DistArray(g, *out)
+            array = DistArray(g.pop() if takes else g, *out)
             d = conjugated(partial(rule, **given), array) if conjugate else rule(array, **given)
             return _term(d, like, real, held)
 
-    return Part(gradient, *saved)
+    return Part(gradient, *saved, takes=takes)
 
 
 def _shared_part(rule: Callable[..., DistArray], arguments: dict[str, Any], out: Frame) -> Part:

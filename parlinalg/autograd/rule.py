@@ -26,6 +26,8 @@ class Part:
         itself: these would neither be counted nor go through hooks.
     *saved : array or None or number
         What is not an array passes as it is.
+    takes : bool
+        The function is given the gradient in a list and takes it out, so that it can free the memory.
 
     Examples
     --------
@@ -33,11 +35,12 @@ class Part:
     array([3., 6.])
     """
 
-    __slots__ = ("function", "saved")
+    __slots__ = ("function", "saved", "takes")
 
-    def __init__(self, function: Callable[..., Any], *saved: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *saved: Any, takes: bool = False) -> None:
         self.function = function
         self.saved = saved
+        self.takes = takes
 
     def __call__(self, *given: Any) -> Any:
         return self.function(*given, *self.saved)
@@ -152,7 +155,7 @@ def packing(stays: Iterable[Block] = ()) -> Callable[[Part], Part] | None:
             done[id(value)] = PackedArray(hooks.pack(value), hooks.unpack)
         return done[id(value)]
 
-    return lambda part: PackedPart(part.function, *map(packed, part.saved))
+    return lambda part: PackedPart(part.function, *map(packed, part.saved), takes=part.takes)
 
 
 def is_array(value: Any) -> bool:

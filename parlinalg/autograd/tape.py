@@ -339,6 +339,10 @@ class Walk:
                 self.arrive(source, None)
         elif node.recompute is not None:
             node.recompute(self, got.settled()[0])
+        elif (part := self.taker(node)) is not None:
+            given = [got.settled()[0]]
+            del got
+            self.arrive(node.sources[0], part(given), None)
         else:
             if node.takes_partial:
                 grad, layout = got.summed()
@@ -354,9 +358,15 @@ class Walk:
         if not self.retain:  # what the rule holds is freed as the walk goes
             node.parts = node.prepare = node.recompute = None
 
+    def taker(self, node: Node) -> Part | None:
+        """Return the only part of a node's rule if it runs now and takes the gradient, else None."""
+        if len(node.sources) > 1 or not node.parts or not node.parts[0].takes:
+            return None
+        return None if self.later and node.sources[0].late else node.parts[0]
+
     def send(self, source: Node, part: Part, shared: Any, grad: Block) -> None:
         """Send on a term of a source's gradient, by its part of the rule."""
-        self.arrive(source, part(shared), shared, grad)
+        self.arrive(source, part([shared] if part.takes else shared), shared, grad)
 
     def run_parameters(self) -> None:
         """Compute the gradients of the parameters, after a `run()` that left them for later."""

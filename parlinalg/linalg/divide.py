@@ -45,8 +45,9 @@ and the last one; NaNs by failure.  A part with one more column than rows has on
 
 
 def tridiagonal_vectors(
-    d: np.ndarray, e: np.ndarray, rows: np.ndarray, comm: Comm, choose: Callable[[np.ndarray], slice]
-) -> tuple[np.ndarray, np.ndarray]:
+    d: np.ndarray, e: np.ndarray, rows: np.ndarray, comm: Comm, choose: Callable[[np.ndarray], slice],
+    leaf: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return the eigenvalues, rising, and this rank's rows of the eigenvectors that are chosen.  Collective.
 
     Parameters
@@ -57,11 +58,13 @@ def tridiagonal_vectors(
         The numbers of this rank's rows, rising.
     choose : callable
         Returns from all eigenvalues where those are whose vectors are wanted.
+    leaf : int, optional
+        The most rows of a part that LAPACK solves; by default all of them on one rank, and `LEAF` on several.
     """
     n = len(d)
     scale = _largest(d, e) or d.dtype.type(1)
     d, e = d / scale, e / scale
-    leaf = LEAF if comm.size > 1 else n
+    leaf = leaf or (LEAF if comm.size > 1 else max(1, n))
 
     def cut(low: int, high: int) -> None:
         if high - low > leaf:

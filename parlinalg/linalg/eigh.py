@@ -104,9 +104,11 @@ class Reduction(ABC):
                     if found is None:
                         continue
                     message = xp.ascontiguousarray(found)
+                    del found
                     self._keep(k, message)
                     if some and not self._in_place and turn % ranks == everyone.rank:  # which gives it to the others
                         held.append(message.reshape(-1))
+                    del message  # before the next panel is made
             if some:
                 comm.free()
         if not some:
@@ -133,7 +135,7 @@ class Reduction(ABC):
                 if everyone.rank < ranks:
                     continue
                 for (k, b), size in zip(panels[start : start + ranks], counts, strict=True):
-                    self._keep(k, every[at : at + size].reshape(b, -1).copy())
+                    self._keep(k, every[at : at + size].reshape(b, -1))
                     at += size
 
 
@@ -588,7 +590,10 @@ class Kept:
 
     def __init__(self, rows: np.ndarray, tiles: Tiles, room: Any = None) -> None:
         self._rows, self._tiles, self._room, self._turn = rows, tiles, room, 0
-        self._open: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._start = self._used = 0
+        self._taus: list[np.ndarray] = []
+        self._open: np.ndarray | None = None
+        """The reflections to be put together, from element number `_start` of vectors on, of which `_used` are set."""
         self._closed: list[tuple[int, np.ndarray, np.ndarray]] = []
         """Row numbers, this rank's rows of V from there on, and the upper triangles T, one row behind the other."""
 
@@ -600,24 +605,22 @@ class Kept:
 
     def add(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
         """Keep the reflections of a panel: row i of v, from element number k of vectors on, and tau[i]."""
-        self._open.append((k, v, tau))
-        if len(self._open) == TOGETHER:
+        if self._open is None:
+            most = min(TOGETHER * len(v), v.shape[1])
+            self._start, self._used, self._open = k, 0, namespace(v).zeros((most, v.shape[1]), v.dtype)
+        self._open[self._used : self._used + len(v), k - self._start :] = v
+        self._used += len(v)
+        self._taus.append(tau.copy())
+        if len(self._taus) == TOGETHER:
             self.close()
 
     def close(self) -> None:
         """Put the panels that came last together."""
-        if not self._open:
+        if self._open is None:
             return
-        k, longest, _ = self._open[0]
-        xp = namespace(longest)
-        v = xp.zeros((sum(len(x) for _, x, _ in self._open), longest.shape[1]), longest.dtype)
-        at, taus = 0, [tau for _, _, tau in self._open]
-        del longest
-        while self._open:
-            start, each, _ = self._open.pop(0)
-            v[at : at + len(each), start - k :] = each
-            at += len(each)
-        t = triangle(v.conj() @ v.T, np.concatenate(taus))[np.triu_indices(len(v))]
+        v, k, self._open = self._open[: self._used], self._start, None
+        t = triangle(v.conj() @ v.T, np.concatenate(self._taus))[np.triu_indices(len(v))]
+        self._taus = []
         self._closed.append((k, self._held(v, indexer(self._rows[first(self._rows, k) :] - k)).T, t))
 
     def _held(self, v: np.ndarray, columns: Any) -> np.ndarray:
@@ -671,7 +674,6 @@ class KeptForAll(Kept):
     def __init__(self, every: Sequence[np.ndarray], tiles: Tiles, n: int, memory: Any, mine: Sequence[bool]) -> None:
         super().__init__(every[tiles.i], tiles)
         self._every, self._mine = every, mine
-        self._taus: list[np.ndarray] = []
         self._places: list[tuple[Any, ...]] = []
         """Row numbers, the rows of V of every grid row from there on, adjoint, and T."""
         for k in range(0, n, self.SIZE):

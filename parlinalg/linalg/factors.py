@@ -35,6 +35,7 @@ from parlinalg.linalg.matrices import (
     refuse_nonfinite,
     scalar,
     scaled,
+    spend,
     tiles_for,
 )
 from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
@@ -131,11 +132,14 @@ class Factor:
 
     def _right_hand_sides(
         self, b: Any, rows: list[Numbers], m: int, check: bool = False
-    ) -> tuple[Any, list[Numbers], DistArray]:  # fmt: skip
+    ) -> tuple[Any, list[Numbers], DistArray | Identity]:  # fmt: skip
         """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix.
 
         With `check`, NaNs and infinities are refused.  Collective.
         """
+        if isinstance(b, Identity):
+            columns = self.tiles.columns(m)
+            return b.tiles(self.tiles, columns, self.dtype, rows), columns, b
         given, b = b, as_matrix(b, "solve", vectors=True)
         if b.ndim > 2 or b.shape[0] != m or b.grid is not self.grid:
             raise ValueError(
@@ -158,7 +162,7 @@ class Factor:
             )
         return b.astype(dtype, copy=False)
 
-    def _home(self, x: Any, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
+    def _home(self, x: Any, rows: list[Numbers], columns: list[Numbers], n: int, b: Any, like: Any) -> Any:
         found = self.tiles.home(x, rows, columns, (n, b.shape[1]), b.layout.with_partial(()))
         return found if like.ndim == 2 else reshape(found, (n,)).redistribute(like.layout.with_partial(()))
 
@@ -300,7 +304,7 @@ class CholeskyFactor(WithDeterminant, Factor):
         every = np.array(self.tiles.worst(found.tolist()), np.empty(0, self.dtype).real.dtype)  # the others have 0
         return np.repeat(every, 2), np.arange(0)
 
-    def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray | Identity, adjoint: bool = False, *, check: bool = False) -> DistArray:
         """Return what `solve` does, with `adjoint` too; without `check`, NaNs and infinities of b make NaNs of x."""
         n = self.shape[0]
         x, columns, matrix = self._right_hand_sides(b, self.rows, n, check)
@@ -332,31 +336,45 @@ def divided(x: DistArray, a: DistArray) -> DistArray:
 
 
 class Identity(NamedTuple):
-    """Right-hand sides [n, n] for an inverse, of which each rank makes its own, and the layout of the inverse."""
+    """Right-hand sides [n, n] for an inverse, of which each rank makes its own, and the layout of the inverse.
+
+    They are `scale` times the identity, by default the identity itself.
+    """
 
     shape: tuple[int, int]
     layout: Layout
+    scale: Any = None
 
-    def tiles(self, tiles: Tiles, columns: list[Numbers], dtype: np.dtype[Any]) -> Any:
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def tiles(
+        self, tiles: Tiles, columns: list[Numbers], dtype: np.dtype[Any], rows: list[Numbers] | None = None
+    ) -> Any:  # fmt: skip
         """Return this rank's rows and columns on tiles, as `Tiles.bring` does."""
         grid = tiles.grid
         if not grid.inside:
             return grid.backend.empty((0, 0), dtype)
-        return _ones_where_equal(*tiles.places(tiles.rows(self.shape[0]), columns)[grid.rank], grid, dtype)
+        rows = tiles.rows(self.shape[0]) if rows is None else rows
+        found = _ones_where_equal(*tiles.places(rows, columns)[grid.rank], grid, dtype)
+        if self.scale is not None:
+            found *= self.scale
+        return found
 
 
 class LUFactor(WithDeterminant, Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`.
 
     With `spent` A and b are emptied, so that their memory is free for the factorization.  They must be finite, and no
-    pivot of such an A may be subnormal.
+    pivot of such an A may be subnormal.  With a `shift` A - shift I is factored, in the memory of its factors.
     """
 
     maker = "lu_factor"
 
     def __init__(
         self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None,
-        spent: bool = False, name: str = "lu_factor",
+        spent: bool = False, name: str = "lu_factor", shift: Any = 0,
     ) -> None:  # fmt: skip
         a = as_matrix(a, name)
         super().__init__(a)
@@ -369,6 +387,8 @@ class LUFactor(WithDeterminant, Factor):
             self._more = [x[x >= n] - n for x in every]
         alone = self.grid.size == 1 and self.grid.inside and not isinstance(a.block, np.ndarray)
         t, behind, given = self._assembled(a, b, alone, spent)
+        if shift:
+            t, given = self._shifted(t, shift, alone), None
         # NaNs and infinities of a square matrix show in LAPACK's factors: only their rows are exchanged
         late = m == n and isinstance(t, np.ndarray)  # cuSOLVER has zeros for NaNs below the diagonal
         finite = (late or kernels.finite(t)) and (not behind.size or kernels.finite(behind))
@@ -415,20 +435,30 @@ class LUFactor(WithDeterminant, Factor):
         else:
             t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
         if spent:
-            a.adopt(a.block[:0].copy())
+            spend(a)
         if b is not None:
             if isinstance(b, Identity):
                 sides = b.tiles(tiles, self._more, a.dtype)
             else:
                 sides = tiles.bring(b, tiles.rows(m), self._more)
                 if spent:
-                    b.adopt(b.block[:0].copy())
+                    spend(b)
             sides = tiles.layered(sides, self._more)
             if tiles.D == 1 and self.grid.inside and not alone:
                 t[:, t.shape[1] - width :] = sides
             elif not alone:
                 t = namespace(t).hstack([t, sides])
         return t, sides if alone else t[:, t.shape[1] - width :], given
+
+    def _shifted(self, t: Any, shift: Any, copied: bool) -> Any:
+        """Return the tiles of A - shift I, in the memory of those of A unless they are to be `copied`."""
+        t, tiles = t.copy() if copied else t, self.tiles
+        if self.grid.inside:
+            rows, columns = tiles.rows(self.shape[0])[tiles.i], self._columns[tiles.j]
+            mine = np.flatnonzero(tiles.layer_of(columns) == tiles.layer)
+            _, at, also = np.intersect1d(rows, columns[mine], return_indices=True)
+            t[at, mine[also]] -= shift
+        return t
 
     def _flatten(self, deep: Tiles, every: list[Numbers]) -> None:
         """Move L and U, of which each layer has those of its own panels, to tiles of one layer.  Collective."""
@@ -511,7 +541,7 @@ class LUFactor(WithDeterminant, Factor):
         """
         return self.solution(b, adjoint, check=True)
 
-    def solution(self, b: DistArray, adjoint: bool = False, *, check: bool = False) -> DistArray:
+    def solution(self, b: DistArray | Identity, adjoint: bool = False, *, check: bool = False) -> DistArray:
         """Return what `solve` does; without `check`, NaNs and infinities of b make NaNs of x."""
         self.check()
         n = self.shape[0]
@@ -531,7 +561,7 @@ class LUFactor(WithDeterminant, Factor):
         x = namespace(self._further).ascontiguousarray(self._further)
         triangular.substitute(self.tiles, self._t, self.positions, x, n, self._more, lower=False)
         if last:
-            self._t = self._further = self._t[:0].copy()
+            self.give_up()
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
     def sizes_of_inverse(self, order: Any) -> DistArray:
@@ -578,6 +608,10 @@ class LUFactor(WithDeterminant, Factor):
             if frobenius:
                 every = SharedCollectives(tiles.down, None).all_gather(every, [1] * tiles.R)
         return distributed(every, Layout(None, None), grid, (tiles.R if frobenius else 1, n))
+
+    def give_up(self) -> None:
+        """Free the memory of the factors, which nobody needs any more."""
+        self._t = self._further = self._t[:0].copy()
 
     def factors(self) -> tuple[DistArray, DistArray]:
         """Return L [m, k] and U [k, n] in the layout of A."""

@@ -11,6 +11,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
 from parlinalg.backend import backend_of, blas, namespace
 from parlinalg.backend.shapes import has_values
+from parlinalg.comm.shared import lasting_array
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.hessenberg import (
@@ -27,6 +28,9 @@ from parlinalg.linalg.hessenberg import (
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, scaled, tiles_for
 from parlinalg.linalg.tiles import move
 from parlinalg.matmul import matmul
+
+STRIP = 64
+"""Rows of eigenvectors that become complex at once."""
 
 
 class EigResult(NamedTuple):
@@ -58,18 +62,18 @@ def eig(x: DistArray, /) -> EigResult:
         return EigResult(*batches("eig", lambda xp, a: _on_host(x, np.linalg.eig, a), eig, x))
     n, layout, grid = x.shape[0], x.layout.with_partial(()), x.grid
     form = Schur(x, "eig", balance=True)
-    complex_ = form.values.dtype
     right = sent_home(form.eigenvectors(), n, x.dtype, layout, grid)
     across = Layout(grid.axes, None)
-    v = matmul(form.vectors(layout), right, layout=across)
-    del right
+    left, values, scale = form.vectors(layout), form.values, form.scale
+    del form
+    v = matmul(left, right, layout=across)
+    del left, right
     if x.dtype.kind != "c":
-        v = v.like(_paired(v.block, form.values) if grid.inside else v.block.astype(complex_))
+        _pair(v, values)
     if n:
         v /= abs(v).max(axis=0)
         v /= np.sqrt((abs(v) ** 2).sum(axis=0))
-    values = distributed(form.values / form.scale, Layout(layout.dims[-1]), grid)
-    return EigResult(values, v.redistribute(layout))
+    return EigResult(distributed(values / scale, Layout(layout.dims[-1]), grid), v.redistribute(layout))
 
 
 @primitive
@@ -178,17 +182,24 @@ def _on_host(x: DistArray, function: Any, block: Any) -> tuple[Any, ...]:
     return tuple(backend.from_host(a.astype(np.result_type(x.dtype, np.complex64))) for a in parts)
 
 
-def _paired(block: Any, values: np.ndarray) -> Any:
-    """Return the complex columns of eigenvectors of a real matrix.
+def _pair(v: DistArray, values: np.ndarray) -> None:
+    """Replace the eigenvectors of a real matrix by complex columns, some rows at a time.
 
     A pair of eigenvalues has the real and the imaginary parts of its vectors in turn.
     """
+    block = v.block
+    if not v.grid.inside:
+        v.adopt(block.astype(values.dtype))
+        return
     xp, sign = namespace(block), backend_of(block).from_host(np.sign(values.imag))
-    real = xp.where(sign < 0, xp.roll(block, 1, axis=1), block)
-    imaginary = xp.where(sign > 0, xp.roll(block, -1, axis=1), xp.where(sign < 0, -block, block.dtype.type(0)))
-    found = 1j * imaginary
-    found += real
-    return found
+    found = xp.empty(block.shape, values.dtype)
+    for k in range(0, len(block), STRIP):
+        x = block[k : k + STRIP]
+        imaginary = xp.where(sign > 0, xp.roll(x, -1, axis=1), xp.where(sign < 0, -x, block.dtype.type(0)))
+        strip = 1j * imaginary
+        strip += xp.where(sign < 0, xp.roll(x, 1, axis=1), x)
+        found[k : k + STRIP] = strip
+    v.adopt(found)
 
 
 class Schur:
@@ -227,9 +238,12 @@ class Schur:
         self.values: np.ndarray = xp.zeros(n, np.result_type(x.dtype, np.complex64))
         self.t: np.ndarray | None = None
         self._z: np.ndarray = xp.empty((0, 0), x.dtype)
+        # Z, and then the eigenvectors of T: ranks that share memory provide equal parts of it, as of T
+        room = lasting_array(grid.everyone, n * n, x.dtype, keep=False) if vectors and grid.inside else None
+        self._room = None if room is None else room[: n * n].reshape(n, n).T
         failed = 0
         if grid.inside and grid.rank == 0:
-            self.t, z, self.values, failed = schur_form(h, vectors)
+            self.t, z, self.values, failed = schur_form(h, vectors, self._room)
             self._z, self.t = (z, self.t) if vectors else (self._z, None)
         del h
         if tiles.worst([abs(failed)])[0]:
@@ -250,4 +264,5 @@ class Schur:
     def eigenvectors(self) -> np.ndarray | None:
         """Return the eigenvectors of T, on the first rank alone (`triangular_vectors`), and give up T."""
         t, self.t = self.t, None
-        return None if t is None else triangular_vectors(t)
+        room, self._room = self._room, None
+        return None if t is None else triangular_vectors(t, room)

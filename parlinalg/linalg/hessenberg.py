@@ -138,16 +138,19 @@ def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid
     return DistArray(grid.backend.from_host(block), (n, n), layout, grid)
 
 
-def schur_form(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def schur_form(
+    h: np.ndarray, vectors: bool, out: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:  # fmt: skip
     """Return T, Z, the eigenvalues, and LAPACK's `info` of a Hessenberg matrix H = Z T Zᴴ; real of a real one.
 
-    In Fortran's order H is overwritten.  Without `vectors` T and Z are of no use.
+    In Fortran's order H is overwritten.  Without `vectors` T and Z are of no use.  With `out`, in Fortran's order, Z is
+    written there.
     """
     if not has_values(h):
         return shape_solver.schur(h, vectors)
     n, real = len(h), h.dtype.kind != "c"
     t = np.asfortranarray(h)
-    z = np.zeros((n, n) if vectors else (1, 1), h.dtype, order="F")
+    z = np.zeros((n, n) if vectors else (1, 1), h.dtype, order="F") if out is None else out
     parts = [np.zeros(n, h.dtype) for _ in range(1 + real)]
     if not n:
         return t, z, np.zeros(0, np.result_type(h.dtype, np.complex64)), 0
@@ -161,12 +164,16 @@ def schur_form(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np
     return t, z, parts[0] + 1j * parts[1] if real else parts[0], info
 
 
-def triangular_vectors(t: np.ndarray) -> np.ndarray:
-    """Return the right eigenvectors of a Schur form; of a real one the real and imaginary parts of pairs in turn."""
+def triangular_vectors(t: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Return the right eigenvectors of a Schur form; of a real one the real and imaginary parts of pairs in turn.
+
+    With `out`, in Fortran's order, they are written there.
+    """
     if not has_values(t):
         return shape_solver.triangular_vectors(t)
     n = len(t)
-    x = np.zeros((n, n), t.dtype, order="F")
+    x = np.empty((n, n), t.dtype, order="F") if out is None else out
+    x[...] = 0
     more = [np.zeros(n, t.real.dtype)] if t.dtype.kind == "c" else []
     unused, found = np.zeros(1, t.dtype), np.zeros(1, blas.scipy_integer())
     if not n:

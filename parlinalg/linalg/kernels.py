@@ -452,7 +452,7 @@ def _near_underflow(a: np.ndarray) -> np.ndarray | None:
     return few if few.any() else None
 
 
-def _for_scipy(a: Block) -> bool:
+def for_scipy(a: Block) -> bool:
     """Return True for a large matrix on the host whose workspace SciPy's LAPACK, of 32-bit integers, can count."""
     return isinstance(a, np.ndarray) and a.ndim == 2 and a.nbytes >= LARGE and 8 * max(a.shape) ** 2 < COUNTED
 
@@ -463,7 +463,7 @@ def eigh(a: Block, vectors: bool = True) -> Any:
     The matrices are given up.  A large one on the host becomes its vectors: NumPy would hold three more such matrices,
     or for values one.
     """
-    if not (_for_scipy(a) and a.flags.c_contiguous):
+    if not (for_scipy(a) and a.flags.c_contiguous):
         return tuple(routines(a).eigh(a)) if vectors else routines(a).eigvalsh(a)
     name = "heevd" if a.dtype.kind == "c" else "syevd"
     values, v, info = lapack(name, a.dtype)(a.T, vectors, lower=0, overwrite_a=1)  # rows are columns of the transpose
@@ -478,7 +478,7 @@ def svd(a: Block, full_matrices: bool = False) -> tuple[Block, Block, Block]:
     Of a large matrix on the host LAPACK gets a copy as its transpose, so that U and Vᴴ come in rows: NumPy would hold
     two more such matrices.
     """
-    if not (_for_scipy(a) and max(a.shape) < TALL * min(a.shape)):
+    if not (for_scipy(a) and max(a.shape) < TALL * min(a.shape)):
         return tuple(routines(a).svd(a, full_matrices))
     size, info = lapack("gesdd_lwork", a.dtype)(*a.T.shape, full_matrices=full_matrices)
     real = np.finfo(a.dtype).dtype.type  # in which LAPACK gives the size, rounded
@@ -524,6 +524,30 @@ def reflect_back(which: str, a: Block, tau: Block, z: Block) -> None:
     )  # fmt: skip
     if complex_:
         np.conj(z, out=z)
+
+
+def tridiagonal(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Replace a Hermitian matrix on the host, whose lower triangle is read, by the reflections of A = Q T Qᴴ.
+
+    The matrix is in C order.  Returns the diagonal of T, what is beside it, and the reflections' factors (`sytrd`).
+    """
+    n, real, complex_ = len(a), a.real.dtype, a.dtype.kind == "c"
+    d, e, tau = np.zeros(n, real), np.zeros(max(0, n - 1), real), np.zeros(max(0, n - 1), a.dtype)
+    work = np.zeros(PANEL * n, a.dtype)  # rows are columns of the transpose
+    call("hetrd" if complex_ else "sytrd", a.dtype, "U", n, a, n, d, e, tau, work, len(work))
+    return d, e, tau
+
+
+def turn_back(a: np.ndarray, tau: np.ndarray, z: np.ndarray) -> None:
+    """Replace z, in rows, by Q z for the reflections in `a` that `tridiagonal` found (`ormtr`); z has real values."""
+    (n, k), complex_ = z.shape, z.dtype.kind == "c"
+    if not z.size:
+        return
+    work = np.zeros(PANEL * (k + PANEL + 1), z.dtype)
+    call(
+        "unmtr" if complex_ else "ormtr", z.dtype, "R", "U", "C" if complex_ else "T", k, n, a, n, tau, z, k, work,
+        len(work),
+    )  # fmt: skip
 
 
 def small_svd(a: Block, compute_uv: bool = True) -> Any:

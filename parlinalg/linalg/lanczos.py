@@ -16,7 +16,6 @@ from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
-from parlinalg.array.namespace import eye
 from parlinalg.array.reductions import norm
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
@@ -287,6 +286,7 @@ def _lanczos(
                 return w
             x = _assembled(space.basis, s[:, wanted[rising]], v)
             if inverse is not None:
+                inverse.give_up()
                 _check_pairs(A, w, x, sigma, max(eps**0.5, tol))  # type: ignore[arg-type]
             return EighResult(w, x) if vectors else w
         if converged:
@@ -389,18 +389,18 @@ class _ShiftInvert:
     def __init__(self, a: Any, sigma: float, dtype: np.dtype[Any]) -> None:
         if not isinstance(a, DistArray):
             raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
-        a, n = a.astype(dtype, copy=False), a.shape[0]
+        a = a.astype(dtype, copy=False)
         if worst(a.grid, [not kernels.finite(a.block)])[0]:
             raise met_odd("eigsh", A=a)
         self.unit = _unit(a, abs(sigma))
         a = a if self.unit == 1 else a * self.unit
         self.shift = sigma * float(self.unit)
-        factor = LUFactor(a - dtype.type(self.shift) * eye(n, dtype=dtype, grid=a.grid))
+        factor = LUFactor(a, shift=dtype.type(self.shift))
         try:
             factor.check()
         except LinAlgError as error:
             raise LinAlgError(f"eigsh: sigma = {sigma!r} is an eigenvalue; move it a little ({error})") from None
-        self.solve = factor.solution
+        self.solve, self.give_up = factor.solution, factor.give_up
 
     def eigenvalues(self, values: np.ndarray, power: Any) -> np.ndarray:
         """Return those of A, by those of the inverse times 2 to this power."""

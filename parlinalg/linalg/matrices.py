@@ -68,6 +68,13 @@ def tiles_for(
     return tiles
 
 
+def spend(a: DistArray) -> Any:
+    """Return the block of an array that nobody needs any more, which keeps nothing of it."""
+    block = a.block
+    a.adopt(block[:0].copy())
+    return block
+
+
 def in_one_node(grid: Grid) -> bool:
     """Return True if all ranks of a grid are on one node, as far as this rank knows."""
     return not grid.inside or grid.everyone.local_size == grid.size

@@ -22,8 +22,9 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne, assumed_rank
+from parlinalg.linalg.congruence import congruent
 from parlinalg.linalg.costs import small_triangle
-from parlinalg.linalg.divide import SIDES
+from parlinalg.linalg.divide import LEAF, SIDES, tridiagonal_vectors
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import LUFactor, QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
 from parlinalg.linalg.matrices import (
@@ -94,6 +95,9 @@ def eigh(
     if b is not None:
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
+    some = subset_by_index is not None or subset_by_value is not None
+    if some and x.ndim == 2 and x.grid.world.size == 1 and kernels.for_scipy(x.block):
+        return _some_on_one_rank(x, choose)
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = EighResult(*batches("eigh", lambda xp, a: kernels.eigh(a), eigh, x, lower=True))
         if subset_by_index is None:
@@ -108,6 +112,31 @@ def eigh(
     values, layout = _unscaled(values[at], scale), x.layout.with_partial(())
     found = tiles.home(turned, tiles.rows(n), tiles.columns(len(values)), (n, len(values)), layout)
     return EighResult(distributed(values, Layout(layout.dims[-1]), x.grid), found)
+
+
+def _some_on_one_rank(x: DistArray, choose: Callable[[Any], slice]) -> EighResult:
+    """Return some eigenvalues and vectors of a large matrix on one rank: LAPACK reduces it and solves quarters.
+
+    The vectors of the tridiagonal matrix that are not chosen are never formed, those of its halves are.
+    """
+    tiles, n, layout = tiles_for(x, None, "eigh"), x.shape[0], x.layout.with_partial(())
+    a = np.tril(x.block)
+    scale = scaled(tiles, [a], x.dtype, "eigh")
+    d, e, tau = kernels.tridiagonal(a)
+    chosen: list[slice] = []
+
+    def noted(values: Any) -> slice:
+        chosen.append(choose(_unscaled(values, scale)))
+        return chosen[-1]
+
+    values, found = tridiagonal_vectors(d, e, np.arange(n), x.grid.everyone, noted, leaf=max(LEAF, -(-n // 4)))
+    if not kernels.finite(values):
+        raise LinAlgError("Eigenvalues did not converge")
+    z = found.astype(x.dtype)
+    del found
+    kernels.turn_back(a, tau, z)
+    values = _unscaled(values[chosen[-1]], scale)
+    return EighResult(distributed(values, Layout(layout.dims[-1]), x.grid), DistArray(z, z.shape, layout, x.grid))
 
 
 def _operands(name: str, x: Any, b: Any) -> tuple[DistArray, DistArray | None]:
@@ -186,6 +215,9 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
         l = cholesky(b) if b.ndim == 2 else cho_factor(b).L  # which names the minor of a stack's matrix
     except LinAlgError as error:
         raise LinAlgError(f"{name} takes a positive definite b: {error}") from None
+    if a.ndim == l.ndim == 2 and isinstance(a, DistArray) and isinstance(l, DistArray):
+        dtype = np.result_type(a.dtype, l.dtype)
+        return congruent(a.astype(dtype), l.astype(dtype, copy=False), adjoint=False, mirror=True), l
     half = solve_triangular(l, mirrored(a), lower=True)
     return solve_triangular(l, half.mT.conj(), lower=True).mT.conj(), l
 

@@ -278,18 +278,36 @@ def triangular_solution(
             y, sides, matrix = held._right_hand_sides(b, rows, n)
             triangular.substitute(held.tiles, held.tiles.bring(a, rows, columns), rows, y, n, sides, **given)
             x = held._home(y, rows, sides, n, matrix, b)
-    if n and a.grid.world.size == 1 and x.size:  # a zero on the diagonal makes infinities or NaNs
-        finite = kernels.finite(x.block, *([] if unit_diagonal else [a.block.diagonal()]))
-    if finite:
-        return x
-    finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
+    finite = finite or _alone(a, x, unit_diagonal)
+    if not finite:
+        refuse_singular(a, x, unit=unit_diagonal, given=b if check else None, lower=lower)
+    return x
+
+
+def _alone(a: DistArray, x: DistArray, unit: bool) -> bool:
+    """Return True if one rank finds the solution finite; a zero on the diagonal makes infinities or NaNs."""
+    if a.grid.world.size > 1 or not x.size:
+        return False
+    return kernels.finite(x.block, *([] if unit else [a.block.diagonal()]))
+
+
+def refuse_singular(
+    a: DistArray, x: DistArray, *, unit: bool, given: DistArray | None = None, lower: bool = False
+) -> None:  # fmt: skip
+    """Raise if a triangle A, by which a solution x was found, is singular; `unit` if its diagonal is taken to be ones.
+
+    With the right-hand sides `given`, NaNs and infinities of these and of the triangle are refused, too.  Collective.
+    """
+    if _alone(a, x, unit):
+        return
+    finite, zero = (True, 0) if unit else _diagonal(a)
     nonfinite, zero = map(int, worst(a.grid, [not (finite and kernels.finite(x.block)), zero]))
-    if check and (nonfinite or zero):  # by what was given?
-        nonfinite = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
+    if given is not None and (nonfinite or zero):  # by what was given?
+        nonfinite = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), given))
         refuse_nonfinite(worst(a.grid, [nonfinite])[0], "solve_triangular")
     if zero:
-        raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
-    return x
+        k = a.shape[0] - zero
+        raise LinAlgError(f"the matrix is singular: element [{k}, {k}] of its diagonal is 0")
 
 
 def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> tuple[DistArray, bool]:

@@ -221,10 +221,17 @@ class Tiles(Deal):
         With `adjoint` it is the adjoint of the matrix, and shape and layout are its.  All ranks have theirs on the
         device of the grid's blocks, or all on the host.
         """
-        (rest, _), have = resting(layout, shape, self.sizes), self.places(rows, columns)
+        have = self.places(rows, columns)
         if adjoint:
             block, have = block.conj().T, transposed(have)
-        block = move(block, have, rest, self.grid, lower=self.size if lower else 0)
+        return self.home_from(block, have, shape, layout, self.size if lower else 0)
+
+    def home_from(
+        self, block: Any, have: Places, shape: tuple[int, int], layout: Layout, lower: int = 0
+    ) -> DistArray:  # fmt: skip
+        """Return the matrix of which every rank has what `have` says, as `home` does; `lower` as of `move`."""
+        rest, _ = resting(layout, shape, self.sizes)
+        block = move(block, have, rest, self.grid, lower=lower)
         if isinstance(block, np.ndarray):
             block = self.grid.backend.from_host(block)
         return DistArray(block, shape, layout, self.grid)

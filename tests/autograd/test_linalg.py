@@ -503,3 +503,36 @@ def test_constants_of_np_linalg(name: str, widest: Grid) -> None:
     x = tensor(A, widest, Layout("a", None))
     for function in NUMPY_CONSTANT[name]:
         assert int(function(x)) == function(A)
+
+
+TAKING: dict[str, Callable[[Tensor], Tensor]] = {
+    "cholesky": linalg.cholesky,
+    "q": lambda x: linalg.qr(x).Q,
+    "r": lambda x: linalg.qr(x).R,
+    "eigenvectors": lambda x: linalg.eigh(x).eigenvectors,
+    "u": lambda x: linalg.svd(x).U,
+    "vh": lambda x: linalg.svd(x).Vh,
+    "pinv": linalg.pinv,
+}
+"""Functions whose rules free the gradient that they are given."""
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_gradients_that_rules_free_are_still_those_of_others(name: str, grid: Grid) -> None:
+    """That of the caller, of a second backward pass, and of another value that is given the same block."""
+    a = numbers(7, 7, seed=3)
+    a = a @ a.T + 7 * np.eye(7)
+    x, y = (tensor(a, grid, grid.default_layout(a.shape)) for _ in range(2))
+    one, two = TAKING[name](x), TAKING[name](y)
+    both = one + two
+    seed = numbers(7, 7, seed=4)
+    g = pla.distribute(seed, grid, both.layout)
+    both.backward(g, retain=True)
+    np.testing.assert_array_equal(g.gather(), seed)
+    assert x.grad is not None
+    assert y.grad is not None
+    first = x.grad.gather()
+    close(y.grad.gather(), first)
+    both.backward(g)
+    np.testing.assert_array_equal(g.gather(), seed)
+    close(x.grad.gather(), 2 * first)

@@ -52,13 +52,20 @@ OTHERS = {
     "slogdet": linalg.slogdet, "cho_factor": linalg.cho_factor, "qr complete": lambda a: linalg.qr(a, mode="complete"),
     "eigsh": lambda a: linalg.eigsh(a, 4), "multi_dot": lambda a: linalg.multi_dot([a, a, a]),
     "gradient of solve": gradient(lambda t: linalg.solve(t, pla.ones((t.shape[0], COLUMNS), t.grid))),
+    "gradient of cholesky": gradient(linalg.cholesky),
+    "gradient of slogdet": gradient(lambda t: linalg.slogdet(t).logabsdet),
+    "gradient of eigenvectors": gradient(lambda t: linalg.eigh(t).eigenvectors),
+    "eigsh with sigma": lambda a: linalg.eigsh(a, 4, sigma=1.5),
+    "some of eigh by value": lambda a: linalg.eigh(a, subset_by_value=(-np.inf, 0.0)),
 }  # fmt: skip
-POSITIVE = ("cholesky", "sqrtm", "cho_factor", "eigsh", "gradient of cholesky", "some of eigh")
+POSITIVE = ("cholesky", "sqrtm", "cho_factor", "eigsh", "eigsh with sigma", "gradient of cholesky", "some of eigh")
 BEYOND = {
-    "some of eigh": (lambda a: linalg.eigh(a, subset_by_index=(0, 9)), 4.2, 5.0),
-    "eigvalsh of two": (lambda a: linalg.eigvalsh(a, a.copy()), 4.1, 5.0),
-    "gradient of cholesky": (gradient(linalg.cholesky), 3.7, 4.3),
-    "gradient of slogdet": (gradient(lambda t: linalg.slogdet(t).logabsdet), 3.7, 3.7),
+    "eigvalsh of two": (lambda a: linalg.eigvalsh(a, a.copy()), 3, 4.0),
+    "some of eigh": (lambda a: linalg.eigh(a, subset_by_index=(0, 9)), 3, 3.7),
+    "gradient of R": (gradient(lambda t: linalg.qr(t, mode="r")), 3, 3.5),
+    "gradient of U": (gradient(lambda t: linalg.svd(t, full_matrices=False).U), 3.7, 3),
+    "gradient of Q": (gradient(lambda t: linalg.qr(t).Q), 3.2, 3.7),
+    "gradient of pinv": (gradient(linalg.pinv), 3.2, 3.7),
 }
 """Functions that hold more, with the bounds on one rank and on several."""
 
@@ -122,7 +129,8 @@ def test_memory_of_other_functions(make_grid, world, name):
     if not grid.backend.cpu:
         return
     function, *bounds = BEYOND.get(name, (OTHERS.get(name), 3, 3))
-    n = 2 * N if "eig" in name or "norm" in name or "cond" in name or world.size == 1 else N
+    larger = world.size == 1 or any(word in name for word in ("eig", "norm", "cond", "gradient"))
+    n = 2 * N if larger else N
     a = np.random.default_rng(5).uniform(-1, 1, (n, n)) if "half" not in name else half_rank(n)
     a = a @ a.T + n * np.eye(n) if name in POSITIVE or "two" in name else a
     x = pla.distribute(a, grid, grid.default_layout(a.shape))
