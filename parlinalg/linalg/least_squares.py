@@ -70,7 +70,7 @@ def lstsq(a: DistArray, b: DistArray, rcond: float | None = None, *, refine: boo
 
     A matrix of full rank is solved by its QR factorization, or by that of its adjoint if it has more columns than rows.
     Only the n × n triangle R is reduced further, for its singular values, which are those of A.  If some of them count
-    as 0, x comes from the singular vectors of R, as LAPACK's `gelsd` finds it.
+    as 0, x comes from the singular vectors of R, or of its bidiagonal form, as LAPACK's `gelsd` finds it.
 
     `numpy.linalg.lstsq` takes one matrix.  Of a stack each matrix has the x, the rank and the singular values that it
     would have alone, with one `rcond` for all.  Leading dims are broadcast as by `solve`, and residuals are there or
