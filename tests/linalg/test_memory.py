@@ -55,7 +55,7 @@ OTHERS = {
     "gradient of cholesky": gradient(linalg.cholesky),
     "gradient of slogdet": gradient(lambda t: linalg.slogdet(t).logabsdet),
     "gradient of eigenvectors": gradient(lambda t: linalg.eigh(t).eigenvectors),
-    "eigsh with sigma": lambda a: linalg.eigsh(a, 4, sigma=1.5),
+    "eigsh with sigma": lambda a: linalg.eigsh(a, 4, sigma=1.5 * a.shape[0]),
     "some of eigh by value": lambda a: linalg.eigh(a, subset_by_value=(-np.inf, 0.0)),
 }  # fmt: skip
 POSITIVE = ("cholesky", "sqrtm", "cho_factor", "eigsh", "eigsh with sigma", "gradient of cholesky", "some of eigh")
