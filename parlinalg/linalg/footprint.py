@@ -99,10 +99,10 @@ def _trip(plan: LinalgPlan, work: int, rest: int, columns: int | None = None) ->
 
 
 def _by_gram(plan: LinalgPlan, rest: int) -> int:
-    """Return the elements that `qr` holds by a Gram matrix: Q, and four squares while it is found."""
-    again = _ranks(plan, plan.layout.dims[1]) > 1  # to rows alone, and copied there
-    again = again or plan.dtype.startswith("complex")  # the conjugate
-    return max(2 * rest * again, rest + 4 * plan.n**2)
+    """Return the elements that `qr` holds by a Gram matrix: Q, and three squares or four while it is found."""
+    complex_ = plan.dtype.startswith("complex")  # conjugates are copies
+    again = _ranks(plan, plan.layout.dims[1]) > 1 or complex_  # to rows alone, and copied there
+    return max(2 * rest * again, rest + (3 + complex_) * plan.n**2)
 
 
 def _terms(deal: Deal, n: int) -> int:
@@ -155,9 +155,9 @@ def _of_vectors(plan: LinalgPlan) -> tuple[int, int, int]:
     first = plan.first
     if plan.gram or (plan.alone and first is None):
         if plan.pivoting:
-            more = max(whole * 4, rest + max(3 * square, 2 * whole * (complex_ and p > 1)))
+            more = max(whole * (3 + complex_), rest + max(3 * square, 2 * whole * (complex_ and p > 1)))
         else:
-            more = max(whole * 4, rest + 2 * whole) if plan.gram else rest + 7 * whole
+            more = max(whole * (3 + complex_), rest + 2 * whole) if plan.gram else rest + 7 * whole
         return rest, 0, rest + more
     if first is None:
         if plan.pivoting:

@@ -239,8 +239,10 @@ def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
         real = last.dtype.kind != "c"  # whose sizes need no array
         sound = not last.size or bool(max(last.max(), -last.min()) < NEAR if real else abs(last).max() < NEAR)
         diagonal[:] = ones
+        del diagonal  # a view of what is replaced
     kernels.cholesky(last)
-    first, last = (namespace(each).tril(each) for each in (first, last))
+    last = namespace(last).tril(last)
+    first = namespace(first).tril(first)
     return kernels.adjoint(first @ last), sound, last
 
 
