@@ -443,7 +443,10 @@ class _At:
 def without_values(shape: Iterable[int], dtype: np.dtype, at: int = 256) -> np.ndarray:
     """Return an array that says it is at an address and takes no memory: its elements cannot be read or written."""
     plain = np.dtype(dtype.str if dtype.kind in "biufc" else f"u{dtype.itemsize}")  # bfloat16 has no typestr
-    array = np.asarray(_At(tuple(shape), plain.str, at))
+    shape = tuple(shape)
+    if math.prod(shape) * dtype.itemsize > sys.maxsize:
+        raise ConfigError(f"an array of shape {shape} of {dtype} has more bytes than memory has addresses")
+    array = np.asarray(_At(shape, plain.str, at))
     return array if plain == dtype else array.view(dtype)
 
 
