@@ -172,7 +172,8 @@ def _of_vectors(plan: LinalgPlan) -> tuple[int, int, int]:
     inner = (0, 4 * square) if plan.pivoting else _decomposed(plan, n, n, complex_)
     if plan.alone:
         inner = 0, 7 * whole
-    formed = rows * columns + 2 * square + (rest if first.R == 1 and p > 1 else first.size * n + square * (p == 1))
+    alone = square * (1 if plan.pivoting else 2) * (p == 1)
+    formed = rows * columns + 2 * square + (rest if first.R == 1 and p > 1 else first.size * n + alone)
     tiles = max(rows * columns, inner[0])
     extra = rest if plan.m < plan.n and complex_ and plan.routine == "svd" else 0  # Aᴴ
     turned = 0
