@@ -24,7 +24,7 @@ from parlinalg.linalg.tiles import Deal, Places, Tiles, dealt, indexer, move
 LEAST = 8
 """The fewest columns of a panel."""
 FEWER = 2.0
-"""How many times fewer elements are needed when they are copied, and the others freed, in a reduction with b."""
+"""Shrinkage of the needed part of a matrix from which on a reduction with b copies it and frees the rest."""
 TALL = 1.5
 """Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
 

@@ -40,7 +40,7 @@ class PlannedTime(Protocol):
 
 
 class Timing(Protocol):
-    """What a plan asks of a machine (`parlinalg.planning.machine.Machine`)."""
+    """Interface of a machine for plans, such as `parlinalg.planning.machine.Machine`."""
 
     @property
     def name(self) -> str: ...

@@ -222,7 +222,7 @@ def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
 def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
     """Do what `orthogonalized` does but for its last step, Q = Y L⁻ᴴ; return L too."""
     first = _gram(y, comm)
-    if minor := kernels.cholesky(first):  # which has left no other numbers than NaNs
+    if minor := kernels.cholesky(first):  # all NaNs now
         first = first[:0].copy()
     else:
         kernels.substitute(first, y, right=True, lower=True, adjoint=True)
