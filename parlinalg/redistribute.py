@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from parlinalg.comm import Handle
+from parlinalg.comm.group import Group
 from parlinalg.errors import GridError, LayoutError
 from parlinalg.exchange import exchange_blocks, local, piece_size
 from parlinalg.grid import Grid
@@ -21,6 +22,24 @@ Block = Any
 Shape = tuple[int, ...]
 Work = Generator[Handle, None, Block]
 Order = tuple[int, ...] | None
+
+
+class Posting(NamedTuple):
+    """The way in which a move posts its communication.
+
+    Attributes
+    ----------
+    wait : bool
+        Whether it waits for each step.
+    tag : int
+        The tag of its messages.
+    group : Group, optional
+        Where its gathers and reduce-scatters wait for those of other moves.
+    """
+
+    wait: bool
+    tag: int = 0
+    group: Group | None = None
 
 
 class Move:
@@ -77,17 +96,19 @@ def redistribute(
     """
     if src == dst or not grid.inside:
         return block
-    return Move(_ordered(block, src, dst, shape, grid, True, owned, order, 0)).wait()
+    return Move(_ordered(block, src, dst, shape, grid, owned, order, Posting(True))).wait()
 
 
 def start(
-    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None
-) -> Move:
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None,
+    group: Group | None = None,
+) -> Move:  # fmt: skip
     """Start `redistribute`: post the first communication, and return a `Move` whose `wait()` finishes it.
 
-    All ranks of the grid start their moves in one order, and wait for them in one order.
+    All ranks of the grid start their moves in one order, and wait for them in one order.  Moves with one `group` make
+    one call of their gathers over the same axes, and one of their reduce-scatters, when the group starts.
     """
-    return Move(_ordered(block, src, dst, shape, grid, False, owned, order, grid.ticket()))
+    return Move(_ordered(block, src, dst, shape, grid, owned, order, Posting(False, grid.ticket(), group)))
 
 
 def count(src: Layout, dst: Layout, shape: Shape, grid: Grid, dtype: Any) -> None:
@@ -99,16 +120,15 @@ def count(src: Layout, dst: Layout, shape: Shape, grid: Grid, dtype: Any) -> Non
 
 
 def _ordered(
-    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order, tag: int
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, owned: bool, order: Order, how: Posting
 ) -> Work:
     if grid.world.checked:
         src.check(shape, grid.sizes)
         check_block_replicas(block, src, grid)
     if order is None:
-        return (yield from carry(block, src, dst, shape, grid, wait, owned, tag))
+        return (yield from _steps(block, src, dst, shape, grid, owned, how))
     stored = tuple(shape[d] for d in order)
-    work = carry(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, wait, owned, tag)
-    out = yield from work
+    out = yield from _steps(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, owned, how)
     return out.transpose(tuple(order.index(d) for d in range(len(order))))
 
 
@@ -120,6 +140,10 @@ def carry(
     Messages between two ranks carry `tag`: moves in progress at the same time need different ones.  Replicas are not
     compared here: of a panel, not all ranks that hold one take part.
     """
+    return (yield from _steps(block, src, dst, shape, grid, owned, Posting(wait, tag)))
+
+
+def _steps(block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     src.check(shape, grid.sizes)
     dst.check(shape, grid.sizes)
     if not grid.inside:
@@ -129,7 +153,7 @@ def carry(
             block, owned = grid.backend.zeros(grid.block_shape(step.dst, shape), block.dtype), True
             continue
         before = block
-        block = yield from _STEPS[step.op](block, step, shape, grid, wait, owned, tag)
+        block = yield from _STEPS[step.op](block, step, shape, grid, owned, how)
         owned = owned or (block is not before and step.op != "slice")
     return block
 
@@ -172,12 +196,12 @@ def part_of(layout: Layout, grid: Grid) -> list[int]:
     return [index_of(cut, grid.sizes, grid.coords) for cut in (*layout.dims, layout.partial)]
 
 
-def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _mask(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     yield from ()  # a generator, like the steps that communicate
     return grid.backend.zeros(block.shape, block.dtype) if any(grid.coords[a] for a in step.axes) else block
 
 
-def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _embed(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     before, after = grid.block(step.src, shape), grid.block(step.dst, shape)
     out = grid.backend.zeros(tuple(len(r) for r in after), block.dtype)
     out[local(before, after)] = block
@@ -185,17 +209,17 @@ def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned
     return out
 
 
-def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _slice(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     yield from ()
     return block[local(grid.block(step.dst, shape), grid.block(step.src, shape))]
 
 
-def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     if not (owned and block.flags.c_contiguous):
         block = block.copy(order="C")
     terms, op = _terms(block)
-    handle = grid.comm(step.axes).all_reduce(terms, op=op, wait=wait)
-    if not wait:
+    handle = grid.comm(step.axes).all_reduce(terms, op=op, wait=how.wait)
+    if not how.wait:
         yield handle
     return block
 
@@ -218,14 +242,15 @@ def _flat(block: Block) -> Block:
     return block if block.flags.c_contiguous else block.copy(order="C")
 
 
-def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     lengths, dim = _lengths(step, step.dst, shape, grid), step.dim
     n, comm, backend = sum(lengths), grid.comm(step.axes), grid.backend
     out = backend.empty((*block.shape[:dim], n, *block.shape[dim + 1 :]), block.dtype)
     if math.prod(block.shape[:dim]) == 1:  # the pieces lie one after the other in memory
         width = math.prod(block.shape[dim + 1 :])
-        handle = comm.all_gather(_flat(block), out, [length * width for length in lengths], wait=wait)
-        if not wait:
+        counts = [length * width for length in lengths]
+        handle = comm.all_gather(_flat(block), out, counts, wait=how.wait, group=how.group)
+        if not how.wait:
             yield handle
         return out
     for part in _parts(block.shape, dim, n):
@@ -233,8 +258,9 @@ def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, 
         rows = mine.shape[:dim] + mine.shape[dim + 1 :]
         width = math.prod(rows)
         got = backend.empty((n * width,), block.dtype)
-        handle = comm.all_gather(_flat(mine), got, [length * width for length in lengths], wait=wait)
-        if not wait:
+        counts = [length * width for length in lengths]
+        handle = comm.all_gather(_flat(mine), got, counts, wait=how.wait, group=how.group)
+        if not how.wait:
             yield handle
         _spread(out[part], got, lengths, dim)
     return out
@@ -250,7 +276,7 @@ def _spread(out: Block, flat: Block, lengths: list[int], dim: int) -> None:
         start += length
 
 
-def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     lengths, dim = _lengths(step, step.src, shape, grid), step.dim
     comm, backend = grid.comm(step.axes), grid.backend
     own = lengths[index_of(step.axes, grid.sizes, grid.coords)]
@@ -258,8 +284,9 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
     if math.prod(block.shape[:dim]) == 1:
         width = math.prod(block.shape[dim + 1 :])
         (send, op), (got, _) = _terms(_flat(block)), _terms(out)
-        handle = comm.reduce_scatter(send, got, [length * width for length in lengths], op=op, wait=wait)
-        if not wait:
+        counts = [length * width for length in lengths]
+        handle = comm.reduce_scatter(send, got, counts, op=op, wait=how.wait, group=how.group)
+        if not how.wait:
             yield handle
         return out
     lead = (slice(None),) * dim
@@ -274,8 +301,9 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
             start += length
         got = backend.empty((*mine.shape[:dim], own, *mine.shape[dim + 1 :]), block.dtype)
         (terms, op), (summed, _) = _terms(send), _terms(got)
-        handle = comm.reduce_scatter(terms, summed, [length * width for length in lengths], op=op, wait=wait)
-        if not wait:
+        counts = [length * width for length in lengths]
+        handle = comm.reduce_scatter(terms, summed, counts, op=op, wait=how.wait, group=how.group)
+        if not how.wait:
             yield handle
         out[part] = got
     return out
@@ -291,15 +319,16 @@ def _parts(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
         yield tuple(slice(at, min(shape[along], at + rows)) if d == along else slice(None) for d in range(len(shape)))
 
 
-def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
+def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, owned: bool, how: Posting) -> Work:
     sizes = grid.sizes
     peers = [{**grid.coords, **at} for at in coordinates(step.axes, sizes)]
     haves = [step.src.block(shape, sizes, at) for at in peers]
     wants = [step.dst.block(shape, sizes, at) for at in peers]
-    return (yield from exchange_blocks(block, haves, wants, grid.comm(step.axes), grid.backend, wait=wait, tag=tag))
+    comm = grid.comm(step.axes)
+    return (yield from exchange_blocks(block, haves, wants, comm, grid.backend, wait=how.wait, tag=how.tag))
 
 
-_STEPS: dict[str, Callable[[Block, Step, Shape, Grid, bool, bool, int], Work]] = {
+_STEPS: dict[str, Callable[[Block, Step, Shape, Grid, bool, Posting], Work]] = {
     "mask": _mask,
     "embed": _embed,
     "slice": _slice,

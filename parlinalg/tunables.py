@@ -104,6 +104,10 @@ MOVE_COMMON = 1 << 18
 TILES_MOVED = 1 << 18
 """Elements a rank that travel at a time between rest and a factorization: few enough to stay in the cache."""
 
+GROUPED_PIECE = 1 << 16
+"""The most bytes of a rank's piece with which a gather or a reduce-scatter is packed with others into one call: to copy
+the pieces of all ranks takes no longer then than the messages that it saves."""
+
 LONG_SUM = 1 << 19
 """Bytes from which between nodes a blocking all-reduce goes in two steps."""
 

@@ -10,6 +10,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import tunables
+from parlinalg.comm.group import Group
 from parlinalg.errors import CommError, LayoutError
 from parlinalg.exchange import _split, piece_size, volume
 from parlinalg.layout import Layout
@@ -83,6 +84,48 @@ def test_started_moves_finish_later(make_grid, world, tune, buffer):
                 assert move.wait() is block
                 check(pla.DistArray(block, shape, dst, grid), expected)
             under_way.clear()
+
+
+@pytest.mark.parametrize("piece", [0, 1 << 16])
+def test_moves_of_a_group_start_together(make_grid, world, tune, piece):
+    """Of any layouts, shapes and dtypes: gathers and reduce-scatters over the same axes are one call, words stay."""
+    tune(ranks=2, GROUPED_PIECE=piece)
+    grid = make_grid(grids(world.size)[1])
+    found = {ndim: list(pairs(*(layouts(grid.axes, ndim),) * 2, 24, seed=9)) for ndim in SHAPES}
+    for number in range(8):
+        started, group, alone = [], Group(), 0
+        with pla.ledger(grid) as book:
+            for ndim, shapes in SHAPES.items():
+                for src, dst in found[ndim][3 * number : 3 * number + 3]:
+                    shape, dtype = shapes[number % len(shapes)], (np.float64, np.float32)[number % 2]
+                    array = terms(numbers(shape).astype(dtype), grid, src)
+                    with pla.ledger(grid) as single:
+                        array.redistribute(dst)
+                    alone += single.calls.total()
+                    move = start(array.block, src, dst, shape, grid, group=group)
+                    started.append((move, dst, shape, numbers(shape).astype(dtype)))
+            group.start()
+            for move, dst, shape, expected in started:
+                check(pla.DistArray(move.wait(), shape, dst, grid), expected)
+        assert book.calls.total() <= 2 * alone
+
+    shape, src, dst = (7, 4), Layout(grid.axes, None), Layout(None, None)
+    unsummed = dst.with_partial(grid.axes)
+    arrays = [terms(numbers(shape, seed=i), grid, src) for i in range(3)]
+    view = terms(np.ascontiguousarray(numbers(shape, seed=3).T), grid, src.T).T
+    with pla.ledger(grid) as book, Group() as group:
+        gathers = [start(a.block, src, dst, shape, grid, group=group) for a in arrays]
+        gathers.append(start(view.block, src, dst, shape, grid, order=view.order, group=group))
+        parts = [terms(numbers(shape, seed=i), grid, unsummed) for i in range(2)]
+        sums = [start(a.block, unsummed, src, shape, grid, group=group) for a in parts]
+    for i, move in enumerate(gathers):
+        check(pla.DistArray(move.wait(), shape, dst, grid), numbers(shape, seed=i))
+    for i, move in enumerate(sums):
+        check(pla.DistArray(move.wait(), shape, src, grid), numbers(shape, seed=i))
+    if world.size > 1:
+        assert book.calls.total() == (2 if piece else 6)
+        received = 2 * words(unsummed, src, shape, grid.sizes, grid.coords)
+        assert book.words.total() == 4 * lacks(src, dst, shape, grid) + received
 
 
 def test_transposed_blocks_travel_in_their_own_order(make_grid, world):

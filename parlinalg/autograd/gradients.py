@@ -4,8 +4,8 @@ Terms of equal layouts are summed on arrival.  Of the others, those cut alike ar
 axes, which costs nothing (a whole term counts on coordinate 0 only), and then moved once.
 
 A weight that rests cut along axes that replicate it at work (ZeRO-3) has its gradient reduce-scattered over them.  The
-walk starts that as soon as the term is there, and takes it in later: at points that depend on global shapes alone, so
-that all ranks communicate in one order.
+walk starts that when the term is there, or together with others of its block, and takes it in later: at points that
+depend on global shapes alone, so that all ranks communicate in one order.
 """
 
 from __future__ import annotations
@@ -189,9 +189,13 @@ class GradientScatter:
         self.gatherers[id(gatherer)] = gatherer
         nbytes = most_bytes(have, node.shape, grid.sizes, block.itemsize)
         self.land(max(0, gatherer.limit - nbytes))
-        move = start(block, have, goal, node.shape, grid, owned=owned)
+        joined = len(group := gatherer.scatters)
+        move = start(block, have, goal, node.shape, grid, owned=owned, group=group)
         self.queue.append(Underway(walk, node, move, goal, nbytes))
         self.nbytes += nbytes
+        group.nbytes += nbytes * (len(group) > joined)
+        if 2 * group.nbytes >= gatherer.limit:  # the other half may be in flight
+            group.start()
         return True
 
     def formed(self, walk: Walk, node: Node, term: Term | None) -> Term | None:

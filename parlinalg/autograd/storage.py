@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from parlinalg.array import DistArray
 from parlinalg.backend.views import flat
+from parlinalg.comm.group import Group
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.exchange import volume
@@ -41,10 +42,13 @@ class Gatherer(Protocol):
         Whether passes within `no_sync` keep their gradients as they come, to be moved once by the pass after.
     kept : dict
         These sums, with the parameters' nodes, by their ages.
+    scatters : Group
+        Where the reduce-scatters of one block's gradients wait for each other.
     """
 
     whole: bool
     kept: dict[int, tuple[Node, GradientAccumulator]]
+    scatters: Group
 
     @property
     def limit(self) -> int:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from parlinalg import tunables
 from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import runs
@@ -22,6 +23,7 @@ from parlinalg.comm.watch import enrol, library_site, slot
 from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
+    from parlinalg.comm.group import Call, Group
     from parlinalg.comm.ledger import Book
     from parlinalg.comm.shared import SharedMemory
 
@@ -198,10 +200,13 @@ class Comm(ABC):
 
     # ------------------------------------------------------------------------------------------------ collectives
 
-    def all_gather(self, send: Block, recv: Block, counts: Sequence[int], *, wait: bool = True) -> Handle:
+    def all_gather(
+        self, send: Block, recv: Block, counts: Sequence[int], *, wait: bool = True, group: Group | None = None
+    ) -> Handle:
         """Concatenate every rank's `send` (counts[i] elements from rank i) in `recv`, on every rank.
 
-        On all ranks `send` may be the rank's own place in `recv`: then nothing is copied.
+        On all ranks `send` may be the rank's own place in `recv`: then nothing is copied.  With a `group`, and without
+        waiting, the operation starts with the others of the group.
         """
         check_counts(self, "all_gather", "recv", recv, counts)
         check_own_count(self, "all_gather", "send", send, counts)
@@ -209,6 +214,8 @@ class Comm(ABC):
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
+        if group is not None and not wait and self._joins(recv):
+            return group.add(self, "all_gather", send, recv, counts)
         if self.books:
             self._note("all_gather", recv.size - send.size, send.itemsize)
         if self.checked:
@@ -217,9 +224,13 @@ class Comm(ABC):
         return self._watched("all_gather", self._calls, lambda: self._all_gather(send, recv, counts, wait))
 
     def reduce_scatter(
-        self, send: Block, recv: Block, counts: Sequence[int], *, op: str = "sum", wait: bool = True
-    ) -> Handle:
-        """Reduce all ranks' `send` elementwise and leave the i-th run of counts[i] elements in rank i's `recv`."""
+        self, send: Block, recv: Block, counts: Sequence[int], *, op: str = "sum", wait: bool = True,
+        group: Group | None = None,
+    ) -> Handle:  # fmt: skip
+        """Reduce all ranks' `send` elementwise and leave the i-th run of counts[i] elements in rank i's `recv`.
+
+        With a `group`, and without waiting, the operation starts with the others of the group.
+        """
         check_counts(self, "reduce_scatter", "send", send, counts)
         check_own_count(self, "reduce_scatter", "recv", recv, counts)
         check_same_dtype(self, "reduce_scatter", send, recv)
@@ -227,6 +238,8 @@ class Comm(ABC):
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
+        if group is not None and not wait and self._joins(send):
+            return group.add(self, "reduce_scatter", send, recv, counts, op)
         if self.books:
             self._note("reduce_scatter", send.size - recv.size, send.itemsize)
         if self.checked:
@@ -282,6 +295,39 @@ class Comm(ABC):
         return self._watched(
             "all_to_all", self._calls, lambda: self._all_to_all(send, send_counts, recv, recv_counts, wait)
         )
+
+    # ------------------------------------------------------------------------------------------------ groups of calls
+
+    @property
+    def packs(self) -> bool:
+        """True if calls that start together are packed into one, false if they need no copies."""
+        return True
+
+    def _joins(self, whole: Block) -> bool:
+        """Return True if a gather or a reduce-scatter of this block takes part in a group; the same on all ranks."""
+        return not self.packs or whole.nbytes <= tunables.GROUPED_PIECE * self.size
+
+    def start_together(self, op: str, calls: Sequence[Call], reduction: str = "") -> Handle:
+        """Start all-gathers or reduce-scatters of one dtype as one call; `parlinalg.comm.group` collects them."""
+        dtype = calls[0].send.dtype
+        counts = [sum(each) for each in zip(*(call.counts for call in calls), strict=True)]
+        if self.books:
+            self._note(op, sum(abs(call.recv.size - call.send.size) for call in calls), dtype.itemsize)
+        if self.checked:
+            self._agree(op, dtype, counts, **({"reduction": reduction} if reduction else {}))
+        self._calls += 1
+        return self._watched(op, self._calls, lambda: self._together(op, calls, counts, reduction))
+
+    def _together(self, op: str, calls: Sequence[Call], counts: Sequence[int], reduction: str) -> Handle:
+        """Start several operations; `counts` are the elements of each rank's pieces of all blocks."""
+        if len(calls) > 1:
+            from parlinalg.comm.group import start_packed
+
+            return start_packed(self, op, calls, counts, reduction)
+        send, recv, counts = calls[0]
+        if op == "all_gather":
+            return self._all_gather(send, recv, counts, False)
+        return self._reduce_scatter(send, recv, counts, reduction, False)
 
     # ------------------------------------------------------------------------------------------------ one to one
 

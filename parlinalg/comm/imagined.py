@@ -23,6 +23,7 @@ import numpy as np
 
 from parlinalg.backend.shapes import ShapesBackend, values_needed
 from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, check_members, combine_terms
+from parlinalg.comm.group import Call
 from parlinalg.comm.ledger import Book
 from parlinalg.errors import CommError
 
@@ -246,19 +247,49 @@ class ImaginedComm(Comm):
             return DONE
         return handle
 
+    @property
+    def packs(self) -> bool:
+        return self.device.cpu  # GPUs are taken to have NCCL
+
+    def _together(self, op: str, calls: Sequence[Call], counts: Sequence[int], reduction: str) -> Handle:
+        if self.packs:
+            return super()._together(op, calls, counts, reduction)
+        return self._gather(calls, counts) if op == "all_gather" else self._scatter(calls, counts, reduction)
+
     def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
-        _alike(send, recv)
-        moved, sent = recv.nbytes - send.nbytes, send.nbytes * (self.size - 1)
-        return self._post("all_gather", moved, sent, wait, send, recv, most=_most(recv, counts))
+        return self._gather([Call(send, recv, counts)], counts, wait)
+
+    def _gather(self, calls: Sequence[Call], counts: Sequence[int], wait: bool = False) -> Handle:
+        for send, recv, _ in calls:
+            _alike(send, recv)
+        size = calls[0].send.itemsize
+        own, most = size * counts[self.rank], size * (sum(counts) - min(counts))
+        blocks = [block for call in calls for block in (call.send, call.recv)]
+        moved, sent = size * sum(counts) - own, own * (self.size - 1)
+        return self._post("all_gather", moved, sent, wait, *blocks, most=most)
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        terms, arrives = self._terms(recv, op)
-        if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray):
-            start = sum(counts[: self.rank])
-            recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
-        moved = send.nbytes - recv.nbytes
-        most = _most(send, counts)
-        return self._post("reduce_scatter", moved, moved, wait, send, recv, *terms, arrives=arrives, most=most)
+        return self._scatter([Call(send, recv, counts)], counts, op, wait)
+
+    def _scatter(self, calls: Sequence[Call], counts: Sequence[int], op: str, wait: bool = False) -> Handle:
+        blocks, arriving = [], []
+        for send, recv, each in calls:
+            terms, arrives = self._terms(recv, op)
+            if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray):
+                start = sum(each[: self.rank])
+                recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
+            blocks += [send, recv, *terms]
+            arriving += [] if arrives is None else [arrives]
+
+        def arrive() -> None:
+            for arrives in arriving:
+                arrives()
+
+        size = calls[0].send.itemsize
+        moved, most = size * (sum(counts) - counts[self.rank]), size * (sum(counts) - min(counts))
+        return self._post(
+            "reduce_scatter", moved, moved, wait, *blocks, arrives=arrive if arriving else None, most=most
+        )
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         words = self.all_reduce_words(buffer.size)
@@ -368,11 +399,6 @@ class ImaginedComm(Comm):
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return [payload] * self.size
-
-
-def _most(whole: Block, counts: Sequence[int]) -> int:
-    """Return the bytes of all blocks of these sizes but the smallest: what its rank receives, the most of all."""
-    return int(whole.nbytes) * (sum(counts) - min(counts)) // max(1, sum(counts))
 
 
 def _alike(send: Block, recv: Block) -> None:

@@ -15,7 +15,9 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
+from parlinalg import tunables
 from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, combine_terms
+from parlinalg.comm.group import Call
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.split import starts
 from parlinalg.errors import CommError
@@ -119,6 +121,31 @@ class NcclComm(Comm):
                     into = recv.data.ptr if root == self.rank else source  # read at the root alone
                     self._nccl.reduce(source, into, n * parts, kind, self._ops[op], root, stream)
         return self._handle((send, recv), wait)
+
+    @property
+    def packs(self) -> bool:
+        return False
+
+    def _joins(self, whole: Block) -> bool:
+        return not isinstance(whole, np.ndarray) or whole.nbytes <= tunables.GROUPED_PIECE * self.size
+
+    def _together(self, op: str, calls: Sequence[Call], counts: Sequence[int], reduction: str) -> Handle:
+        dtype = calls[0].send.dtype
+        summed = op == "reduce_scatter"
+        if isinstance(calls[0].send, np.ndarray) or (summed and not by_terms(dtype) and dtype.name not in self._types):
+            return super()._together(op, calls, counts, reduction)
+        terms = [cupy.empty((self.size, c.recv.size), dtype) for c in calls] if summed and by_terms(dtype) else []
+        with _Group():
+            for i, (send, recv, each) in enumerate(calls):
+                if not summed:
+                    self._all_gather(send, recv, each, True)
+                elif not terms:
+                    self._reduce_scatter(send, recv, each, reduction, True)
+                else:
+                    self._all_to_all(send, each, terms[i], [recv.size] * self.size, True)
+        for call, arrived in zip(calls, terms, strict=False):
+            combine_terms(arrived, call.recv.reshape(-1), reduction)
+        return self._handle((calls, terms), False)
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and by_terms(buffer.dtype):

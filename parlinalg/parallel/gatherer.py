@@ -13,13 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from parlinalg import tunables
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.tape import Node, tracing, walking
 from parlinalg.comm.base import reduction_work
+from parlinalg.comm.group import Group
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
+from parlinalg.layout import AxisSpec, Cut, Layout, as_cut, span_of
 from parlinalg.nn import Module, ModuleDict, ModuleList, Sequential
 from parlinalg.nn.init import Declared
 from parlinalg.nn.layer import layers_of
@@ -62,9 +64,15 @@ class WeightGatherer:
     the record: where it differs, gathers in flight are awaited and dropped, weights are gathered one by one, and the
     record is corrected; the program is the same on all ranks, so all of them do that together.
 
+    The gathers of one block over the same axes, in one dtype, are one call, as FSDP's are, which gathers a block's flat
+    parameter: a ring of p ranks takes the latency of p - 1 messages once.  Between GPUs these calls form one of NCCL's
+    groups.  Elsewhere weights have to be packed for it, and only those are of which each rank has at most
+    `tunables.GROUPED_PIECE` bytes: a larger one has a call of its own, where it is gathered in place.
+
     A weight is dropped when the last product of the block that asks for it in this pass is done, also where a block is
     recomputed and asks twice.  Nothing is gathered ahead beyond the end of a backward pass, after which weights change.
-    Their gradients' reduce-scatters are started and not awaited, at most one block's at once.
+    Their gradients' reduce-scatters are started and not awaited, at most one block's bytes at once.  They wait for each
+    other, to start as one call when they have half of these bytes or the pass leaves the block: two calls a block.
 
     Parameters
     ----------
@@ -116,7 +124,8 @@ class WeightGatherer:
         self.known: dict[Position, Visit] = {}
         self.whole = accumulate == "whole"
         self.kept: dict[int, tuple[Node, GradientAccumulator]] = {}
-        self.limit = 0
+        self.scatters = Group()
+        self.limit = self._packed = 0
         self.missed = 0
         self._place: Position | None = None
         self._seen: list[Want] = []
@@ -127,6 +136,8 @@ class WeightGatherer:
         """The next place, and the gathers in flight for it."""
         self._held: dict[Want, Block] = {}
         """Gathered weights that the current layer will ask for again."""
+        self._calls: dict[tuple[Want, ...], int] = {}
+        """The calls by which a block's weights are gathered together."""
         self._grids: list[Grid] = list({id(p.grid): p.grid for p in self.parameters}.values())
         for p in self.parameters:
             p.storage.gatherer = self
@@ -154,7 +165,7 @@ class WeightGatherer:
             move = self._moves.pop(want, None)
             if move is None and self._moves:  # not what the record says
                 self._forget()
-            found = self._gather(want, wait=True) if move is None else move.wait()
+            found = self._gather(want) if move is None else move.wait()
         if self._again(want):
             self._held[want] = found
         else:
@@ -163,8 +174,9 @@ class WeightGatherer:
 
     @property
     def first_gathers(self) -> int:
-        """The gathers that the first block of a forward pass asks for, after a backward pass, as far as it is known."""
-        return next((len(set(v.wants)) for at, v in self.known.items() if not at.backward and at.before < 0), 0)
+        """The calls that gather for the first block of a forward pass, after a backward pass, as far as it is known."""
+        first = next((v.wants for at, v in self.known.items() if not at.backward and at.before < 0), ())
+        return self._calls.get(first, len(set(first)))
 
     @property
     def ahead(self) -> bool:
@@ -174,19 +186,19 @@ class WeightGatherer:
     @property
     def transient_bytes(self) -> int:
         """The most bytes that a pass takes: two layers' gathered weights, one layer's gradients on their way to where
-        they are stored, and the parts of them that arrive.
+        they are stored, and the parts of them that arrive; what is packed for one call counts twice.
 
         As far as `limit` is known, or by the axes that were named.
         """
-        blocks: dict[int, int] = {}
-        terms = 0
+        blocks, packed = Counter[int](), Counter[int]()
         for number, p in enumerate(self.parameters):
-            nbytes = self.at_work([p])
-            blocks[self.block_of[number]] = blocks.get(self.block_of[number], 0) + nbytes
-            terms += nbytes
-        block = max(self.limit, *blocks.values(), 0)
-        summing = max((reduction_work(block, p.dtype, scatter=True) for p in self.parameters), default=0)
-        return 3 * block + summing + block // 2 + self.whole * terms
+            nbytes, block = self.at_work([p]), self.block_of[number]
+            blocks[block] += nbytes
+            packed[block] += _packed(p, nbytes)
+        most = max(self.limit, *blocks.values(), 0)
+        summing = max((reduction_work(most, p.dtype, scatter=True) for p in self.parameters), default=0)
+        most += max(self._packed, *packed.values(), 0)
+        return 3 * most + summing + most // 2 + self.whole * blocks.total()
 
     def at_work(self, parameters: Iterable[Parameter | Declared]) -> int:
         """Return the bytes at work of weights, of this model or another, that rest cut by the axes that were named.
@@ -223,6 +235,7 @@ class WeightGatherer:
         last = self._place
         after_walk = last is not None and last.backward and not backward
         place = Position(backward, -1 if last is None or after_walk else last.block, block)
+        self.scatters.start()
         self._leave(None if after_walk else place)
         self._place, self._seen, self._learning = place, [], tracing() or backward
         goal, moves = self._ahead
@@ -251,7 +264,9 @@ class WeightGatherer:
             visit = self.known.setdefault(self._place, Visit())
             visit.wants = tuple(self._seen)
             visit.then = then
-            self.limit = max(self.limit, sum(self._nbytes(want) for want in set(visit.wants)))
+            each = [(self.parameters[want.number], self._nbytes(want)) for want in set(visit.wants)]
+            self.limit = max(self.limit, sum(nbytes for _, nbytes in each))
+            self._packed = max(self._packed, sum(_packed(p, nbytes) for p, nbytes in each))
 
     def _again(self, want: Want) -> bool:
         """Return True if the record says that this block will ask for this once more, or its weights are retained."""
@@ -269,16 +284,28 @@ class WeightGatherer:
     # ------------------------------------------------------------------ gathers
     def begin(self, wants: Sequence[Want]) -> dict[Want, Move]:
         """Start the gathers of a block's weights."""
-        return {want: self._gather(want, wait=False) for want in dict.fromkeys(wants)}
+        with Group() as group:
+            moves = {want: self._gather(want, group) for want in dict.fromkeys(wants)}
+            joined = len(group)
+        self._calls[tuple(wants)] = len(moves) - joined + group.calls
+        return moves
 
-    def _gather(self, want: Want, *, wait: bool) -> Any:
+    def _gather(self, want: Want, group: Group | None = None) -> Any:
+        """Gather a weight, and wait for it; with a group start to, as soon as the group does."""
         p = self.parameters[want.number]
-        if wait:
+        if group is None:
             return redistribute(p.block, p.layout, want.work, p.shape, p.grid, order=p.data.order)
-        return start(p.block, p.layout, want.work, p.shape, p.grid, order=p.data.order)
+        return start(p.block, p.layout, want.work, p.shape, p.grid, order=p.data.order, group=group)
 
     def _nbytes(self, want: Want) -> int:
         return largest(self.parameters[want.number], want.work)
+
+
+def _packed(parameter: Parameter, nbytes: int) -> int:
+    """Return how many of a weight's bytes at work are packed with those of others, for one call: all or none."""
+    grid = parameter.grid
+    most = tunables.GROUPED_PIECE * span_of(parameter.layout.cut_axes, grid.sizes)
+    return nbytes if nbytes <= most and grid.everyone.packs else 0
 
 
 def dropped(passes: Sequence[tuple[bool, int]]) -> Counter[tuple[bool, int]]:

@@ -1,6 +1,6 @@
 """A stand-in for `cupy.cuda.nccl` that carries out its calls over MPI, on the addresses it is given.
 
-As in NCCL the calls between groupStart and groupEnd begin together, in the order in which they were made.
+As in NCCL the calls between the outermost groupStart and groupEnd begin together, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TYPES |= {NCCL_FLOAT32: np.float32, NCCL_FLOAT64: np.float64}
 OPS = {NCCL_SUM: MPI.SUM, NCCL_MAX: MPI.MAX, NCCL_MIN: MPI.MIN}
 
 group: list[Callable[[], Any]] | None = None
-opened = 0
+depth = opened = 0
 
 
 def get_unique_id() -> tuple[int, ...]:
@@ -29,12 +29,17 @@ def get_unique_id() -> tuple[int, ...]:
 
 
 def groupStart() -> None:
-    global group
-    group = []
+    global group, depth
+    depth += 1
+    if depth == 1:
+        group = []
 
 
 def groupEnd() -> None:
-    global group
+    global group, depth
+    depth -= 1
+    if depth:
+        return
     calls, group = group or [], None
     MPI.Request.Waitall([request for call in calls if (request := call()) is not None])
 

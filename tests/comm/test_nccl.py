@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import Comm, ledger
+from parlinalg.comm.group import Group
 from parlinalg.errors import CommError
 from tests.comm.conftest import DTYPES, NUMBERS, got, put, values, zeros
 
@@ -77,6 +78,27 @@ def test_reductions(gpus: Comm, counts: list[int], wait: bool) -> None:
         block = put(values(n, gpus.rank, dtype))
         gpus.all_reduce(block, wait=wait).wait()
         np.testing.assert_array_equal(got(block), total)
+
+
+def test_a_group_is_one_call(gpus: Comm, counts: list[int]) -> None:
+    """Also of blocks of any length, which nothing packs, of 16 bits, and of a dtype that NCCL does not reduce."""
+    long = [n + 40_000 for n in counts]
+    for dtype in (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int16)):
+        with ledger(gpus) as book, Group() as group:
+            found = []
+            for each in (counts, [1] * gpus.size, long):
+                recv, own = zeros(sum(each), dtype), zeros(each[gpus.rank], dtype)
+                parts = [values(n, r, dtype) for r, n in enumerate(each)]
+                gpus.all_gather(put(parts[gpus.rank]), recv, each, wait=False, group=group)
+                send = put(values(sum(each), gpus.rank, dtype))
+                found.append((each, recv, parts, own, gpus.reduce_scatter(send, own, each, wait=False, group=group)))
+            assert len(group) == 6
+        assert group.calls == book.calls.total() == 2
+        for each, recv, parts, own, handle in found:
+            handle.wait()
+            total, before = sum(values(sum(each), r, dtype) for r in range(gpus.size)), sum(each[: gpus.rank])
+            np.testing.assert_array_equal(got(own), total[before : before + each[gpus.rank]])
+            np.testing.assert_array_equal(got(recv), np.concatenate(parts))
 
 
 def test_the_rest(gpus: Comm) -> None:

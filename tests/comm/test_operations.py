@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
-from parlinalg.comm import Comm, Handle
+from parlinalg.comm import Comm, Handle, ledger
+from parlinalg.comm.group import Group
 from parlinalg.errors import CommError
 from tests.comm.conftest import DTYPES, NUMBERS, ORDERED, got, put, values, zeros
 
@@ -50,6 +52,65 @@ def test_reduce_scatter(comm: Comm, counts: list[int], wait: bool) -> None:
         finish(comm.reduce_scatter(put(values(n, comm.rank, dtype)), recv, counts, wait=wait), wait)
         total = sum(values(n, r, dtype) for r in range(comm.size))
         np.testing.assert_array_equal(got(recv), total[run(counts, comm.rank)])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_group_of_calls(comm: Comm, counts: list[int], tune: Any, packed: bool) -> None:
+    """Gathers are one call, and reduce-scatters of each dtype; blocks that are too long to be packed start alone."""
+    pieces = [counts, counts[::-1], [1] * comm.size, [0] * comm.size, [2 * n for n in counts]]
+    tune(ranks=2, must=False, GROUPED_PIECE=1 << 16 if packed else 0)
+    dtypes = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.complex128)]
+    group, checks = Group(), []
+
+    def same(handle: Handle, recv: Any, want: np.ndarray) -> None:
+        handle.wait()
+        assert handle.test()
+        np.testing.assert_array_equal(got(recv), want)
+
+    with ledger(comm) as book:
+        for dtype in dtypes:
+            for each in pieces:
+                send, recv = put(values(each[comm.rank], comm.rank, dtype)), zeros(sum(each), dtype)
+                want = np.concatenate([values(n, r, dtype) for r, n in enumerate(each)])
+                checks.append((comm.all_gather(send, recv, each, wait=False, group=group), recv, want))
+                send, recv = put(values(sum(each), comm.rank, dtype)), zeros(each[comm.rank], dtype)
+                want = sum(values(sum(each), r, dtype) for r in range(comm.size))[run(each, comm.rank)]
+                checks.append((comm.reduce_scatter(send, recv, each, wait=False, group=group), recv, want))
+        few = 2 * len(dtypes)
+        least = sum(not any(each) for each in pieces) * few  # those without elements
+        assert len(group) == (0 if comm.size == 1 else few * len(pieces) if packed else least)
+        handle, recv, want = checks.pop(6)
+        same(handle, recv, want)  # which starts the others too
+        assert len(group) == group.nbytes == 0
+        for handle, recv, want in checks[::-1] if packed else checks:
+            same(handle, recv, want)
+    if comm.size > 1:
+        alone = 0 if packed else few * len(pieces) - least
+        assert book.calls.total() == few + alone
+        assert group.calls == few
+        each_words = sum(2 * (sum(each) - each[comm.rank]) for each in pieces)
+        assert book.words.total() == len(dtypes) * each_words
+        assert book.bytes.total() == sum(dtype.itemsize for dtype in dtypes) * each_words
+
+
+def test_a_group_without_calls_and_one_that_fails(comm: Comm) -> None:
+    """An error within the block leaves the calls that wait, which others have not started either."""
+    with ledger(comm) as book, Group():
+        pass
+    recv, counts, group = np.full(comm.size, -1.0), [1] * comm.size, Group()
+
+    def fail() -> None:
+        with group:
+            comm.all_gather(np.ones(1), recv, counts, wait=False, group=group)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert book.calls.total() == group.calls == 0
+    if comm.size > 1:
+        np.testing.assert_array_equal(recv, -1)
+    comm.all_gather(np.ones(1), recv, counts, group=group)  # with waiting it takes no part
+    np.testing.assert_array_equal(recv, 1)
 
 
 def test_all_reduce(comm: Comm, wait: bool) -> None:

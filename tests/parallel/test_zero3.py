@@ -16,6 +16,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
 from tests.agreement import once
+from tests.cases import held
 from tests.conftest import BACKEND
 from tests.models import BATCH, HIDDEN, KINDS, VOCABULARY, alone, every_scheme, loss_of, make
 from tests.training import sizes_for
@@ -74,8 +75,8 @@ def cases(ranks, full):
 
 @pytest.mark.core
 @EVERY
-def test_losses_are_those_of_one_rank(make_grid, world, full):
-    """With dropout; every other case recomputes its blocks."""
+def test_losses_are_those_of_one_rank(make_grid, world, full, tune):
+    """With dropout; every other case recomputes its blocks, and every third one packs no weights."""
     few = not full and (world.size > 8 or BACKEND != "numpy")
     want, steps = {}, 10 if full else 4
     for i, (kind, name, sizes) in enumerate(cases(world.size, full)):
@@ -85,6 +86,7 @@ def test_losses_are_those_of_one_rank(make_grid, world, full):
         if kind not in want:
             want[kind] = serial(world, kind, p=0.1, steps=steps)
         again = {"recompute": "block"} if (i + world.size) % 2 else {}
+        tune(must=False, GROUPED_PIECE=0 if (i + world.size) % 3 == 0 else 1 << 16)
         got, _, gatherer, _ = trained(kind, CUT[name], grid, steps, p=0.1, **again)
         grid.close()  # MPI has 2048 communicators
         np.testing.assert_allclose(got, want[kind], rtol=1e-12, err_msg=f"{kind}, {name}, {sizes}, {again}")
@@ -139,6 +141,46 @@ def test_three_times_the_words_of_the_weights(recompute, make_grid, world):
     assert received(book, "all_gather") == 2 * blocks + 3 * table + shared
     assert received(book, "reduce_scatter") == blocks + 2 * table + shared
     assert book.words.total() - received(book, "all_reduce") == 3 * blocks + 5 * table + 2 * shared
+
+
+@pytest.mark.ranks(2, 3, 4, 8)
+@pytest.mark.parametrize("piece", [1 << 16, 0])
+@pytest.mark.parametrize("recompute", [None, "block"])
+def test_a_block_is_gathered_by_one_call(recompute, piece, make_grid, world, tune):
+    """And its gradients go home by two; where weights may not be packed, each has calls of its own."""
+    tune(GROUPED_PIECE=piece)
+    grid, layers = make_grid({"data": world.size}), 3
+    _, model, gatherer, optimizer = trained("gpt", ZERO3, grid, 2, recompute=recompute, num_hidden_layers=layers)
+    with pla.ledger(grid) as book:
+        step(model, optimizer, 2)
+    buckets = sum(b.scatter != () for b in model.embedding.weight.reducer.buckets)
+    weights = sum(p.layout.where("data") is not None for p in model.blocks[0].parameters())
+    assert weights == 4
+    table = 3  # gathered for the look-up, and for the head in both passes
+    gathers, scatters = book.calls["all_gather", ("data",)], book.calls["reduce_scatter", ("data",)]
+    assert gathers - buckets - table == 2 * layers * (1 if piece else weights)
+    if piece:  # the head's, and those of the look-up with the last of the first block
+        assert scatters - buckets == 2 * layers + 1
+    else:
+        assert scatters - buckets == layers * weights + 2
+    assert gatherer.first_gathers == 1
+    assert gatherer.missed == 0
+
+
+@pytest.mark.ranks(2, 4, 6)
+def test_packed_weights_have_the_same_bits(make_grid, world, tune):
+    """In 32 bits, and in 16 with masters in 32: sums of two terms, and those in the order of the ranks, do too."""
+    for kind, dtype in (("gpt", "float64"), ("llama", "bfloat16")):
+        found = []
+        for piece in (0, 1 << 16):
+            tune(GROUPED_PIECE=piece)
+            grid = make_grid({"replica": world.size // 2, "data": 2})
+            scheme = DATA.with_data("replica").with_weights_cut("data")
+            losses, model, _, _ = trained(kind, scheme, grid, 3, dtype=dtype, p=0.1)
+            found.append((losses, [held(p.data).copy() for p in model.parameters()]))
+        assert found[0][0] == found[1][0]
+        for one, other in zip(found[0][1], found[1][1], strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 class Noted(Handle):
