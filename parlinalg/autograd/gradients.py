@@ -189,11 +189,13 @@ class GradientScatter:
         self.gatherers[id(gatherer)] = gatherer
         nbytes = most_bytes(have, node.shape, grid.sizes, block.itemsize)
         self.land(max(0, gatherer.limit - nbytes))
-        joined = len(group := gatherer.scatters)
+        group = gatherer.scatters
+        waiting = len(group)
         move = start(block, have, goal, node.shape, grid, owned=owned, group=group)
         self.queue.append(Underway(walk, node, move, goal, nbytes))
         self.nbytes += nbytes
-        group.nbytes += nbytes * (len(group) > joined)
+        if len(group) > waiting:
+            group.nbytes += nbytes
         if 2 * group.nbytes >= gatherer.limit:  # the other half may be in flight
             group.start()
         return True
