@@ -132,6 +132,7 @@ def count(case: Case) -> None:
     )
     buckets = sum(b.data.nbytes for b in case.reducer.buckets if b.data is not None)
     figures["rest"] = figures["weights"] + buckets + case.optimizer.flat.states.nbytes
+    case.step()  # what reads of the weights have awaited is in flight again
     with pla.ledger(grid) as book:
         case.step()
     figures["words"] = book.words.total()

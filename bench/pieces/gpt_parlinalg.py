@@ -3,9 +3,9 @@
 usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS [BACKEND DTYPE]
 
 SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`, with a shape as in 2d/1x2 where the number of ranks
-does not give one; or zero1, zero2, zero3: data parallel with that stage, and zero1-overlap, zero2-overlap: with gathers
-that go on in the next forward pass.  Then no barrier stands before a step, since gathers in flight would progress in it
-uncounted.
+does not give one; or zero1, zero2, zero3: data parallel with that stage.  In zero1-overlap and zero2-overlap gathers go
+on in the next forward pass, and no barrier stands before a step, since they would progress in it uncounted; compare
+with zero1-await and zero2-await, which have no barrier either.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     # numba is loaded once, as PyTorch is: both are there before memory is counted
     activations.gelu(np.linspace(-1, 1, tunables.COMPILED_SIZE, dtype=np.float32), approximate=True)
     memory = Memory() if backend == "numpy" else Pool(grid.backend.xp)
-    barrier = (lambda: None) if overlaps(mode) else grid.world.barrier
+    barrier = (lambda: None) if mode.endswith(("-overlap", "-await")) else grid.world.barrier
     timed(step, warm, steps, barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
     mesh.close()
 
