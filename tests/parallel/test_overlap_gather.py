@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -408,7 +407,7 @@ print("the last step is made")
 def test_a_program_may_end_with_gathers_in_flight(tmp_path):
     script = tmp_path / "end.py"
     script.write_text(END)
-    done = start([sys.executable, str(script)], 2)
+    done = start(2, [str(script)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the last step is made") == 2
     assert not done.stderr
