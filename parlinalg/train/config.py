@@ -380,8 +380,8 @@ class ZeroConfig(Section):
         'stages 2 and 3, gradients of microbatches: `"reduce-scatter"` each, or hold them unsharded (`"whole"`)',
     )  # fmt: skip
     overlap_gather: bool = key(
-        False, flag, "`True`: gathers of the values that a step has updated go on in the next forward pass (Megatron-LM: "
-        "`--overlap-param-gather`)",
+        False, flag, "`True`: gathers of the values that a step has updated go on in the next forward pass "
+        "(Megatron-LM: `--overlap-param-gather`)",
     )  # fmt: skip
 
     def check(self, where: str) -> None:
