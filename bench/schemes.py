@@ -3,8 +3,11 @@
     mpiexec -n 8 python bench/schemes.py                                            # ranks of one machine
     python bench/cluster/hosts.py run --hosts 8 --rate 200mbit --timeout 1500 -- \\
         python bench/schemes.py --rate 200                                          # emulated hosts, Mbit/s a link
+    … bench/schemes.py --rate 200 --steps 3 --schemes zero1 "zero1 overlap" zero2 "zero2 overlap"
 
 The schemes take turns: every round makes one step of each, from a barrier to the last rank's end; figures are medians.
+With `--steps 3` a turn has three steps after an uncounted one, and the figure is a third of their time, so that what a
+step leaves in flight is counted to the steps after it.
 Per rank, of the one that has the most: words received in a step (counted), the floor of the step's time that they make
 at the link's rate, weights, what the tape keeps for the backward pass, the peak over the state before a step
 (tracemalloc: all of NumPy's memory), and the most that is held: that peak, and weights, buckets of gradients and the
@@ -31,8 +34,9 @@ import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.autograd import Tensor, ops
 from parlinalg.autograd.saved import saved
+from parlinalg.autograd.storage import owners
 from parlinalg.comm import Comm, open_comm
-from parlinalg.parallel import GradientReducer, WeightGatherer
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
 from parlinalg.schemes import Scheme, discover
 
 SHAPES: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -50,6 +54,13 @@ SHAPES: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {
     },
 }  # fmt: skip
 """For a number of ranks: the cases, each a scheme and the sizes of its axes."""
+
+ZERO = {
+    f"zero{stage}{' overlap' * overlap}": ZeRO(stage, overlap_gather=overlap)
+    for stage in (1, 2)
+    for overlap in (False, True)
+}
+"""Further cases, data parallel on all ranks, to be asked for by `--schemes`."""
 
 MARGIN = 1.15
 """Floors that differ by more than this ratio should order the step times."""
@@ -91,7 +102,7 @@ def scheme_of(name: str) -> Scheme:
 
 def make(name: str, world: Comm, args: argparse.Namespace) -> Case:
     """A case with its model, the same weights and data in all."""
-    scheme_name, sizes = SHAPES[world.size][name]
+    scheme_name, sizes = ("data", (world.size,)) if name in ZERO else SHAPES[world.size][name]
     scheme = scheme_of(scheme_name)
     grid = pla.Grid(dict(zip(scheme.axes, sizes, strict=True)), world, "numpy")
     model = nn.GPT(
@@ -103,7 +114,7 @@ def make(name: str, world: Comm, args: argparse.Namespace) -> Case:
         if isinstance(layer, nn.Linear):
             layer.keep = args.keep
     parameters = list(model.parameters())
-    reducer = GradientReducer(parameters, bucket=1 << 20)
+    reducer = GradientReducer(parameters, [ZERO[name]] if name in ZERO else None, bucket=1 << 20)
     gatherer = WeightGatherer(model) if scheme_name == "zero3" else None
     optimizer = optim.AdamW(parameters, lr=1e-3)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
@@ -121,6 +132,7 @@ def count(case: Case) -> None:
     )
     buckets = sum(b.data.nbytes for b in case.reducer.buckets if b.data is not None)
     figures["rest"] = figures["weights"] + buckets + case.optimizer.flat.states.nbytes
+    case.step()  # what reads of the weights have awaited is in flight again
     with pla.ledger(grid) as book:
         case.step()
     figures["words"] = book.words.total()
@@ -145,15 +157,21 @@ def count(case: Case) -> None:
     case.optimizer.zero_grad()
 
 
-def timed(cases: list[Case], rounds: int, world: Comm) -> Iterator[int]:
-    """Time one step of each case a round."""
+def timed(cases: list[Case], rounds: int, steps: int, world: Comm) -> Iterator[int]:
+    """Time a step of each case a round, or the mean of several after an uncounted one."""
     for number in range(rounds):
         for case in cases:
             world.barrier()
+            if steps > 1:  # no barrier after it, in which what is in flight would progress uncounted
+                case.step()
             start = perf_counter()
-            case.step()
-            world.barrier()
-            case.seconds.append(max(world.share(perf_counter() - start)))
+            for _ in range(steps):
+                case.step()
+            if steps == 1:
+                world.barrier()
+            case.seconds.append(max(world.share((perf_counter() - start) / steps)))
+            for owner in owners(case.model.parameters()):
+                owner.finish()
         yield number
 
 
@@ -224,6 +242,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1, help="of a turn that are counted; several follow another one")
     parser.add_argument("--rate", type=float, help="of a link between hosts, Mbit/s: gives the floor of a step's time")
     parser.add_argument(
         "--keep", default="xw", choices=["xw", "x", "w", ""], help="operands kept gathered: Linear.keep"
@@ -246,7 +265,7 @@ def main() -> int:
         for _ in range(2):
             case.step()
         count(case)
-    for number in timed(cases, args.rounds, world):
+    for number in timed(cases, args.rounds, args.steps, world):
         if world.rank == 0:
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
     rows = [gathered(case, world, args) for case in cases]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -104,6 +104,8 @@ class Grid:
         self._tickets = 0
         self.polled: list[Pollable] = []
         """Objects with communication in progress while values are computed."""
+        self.closing: list[Callable[[], None]] = []
+        """Functions that complete what is in progress, to be called before the communicators are freed."""
         self.mesh: Any = None
         """The mesh of which the grid is a part, where `parlinalg.launch` made it."""
         try:
@@ -269,6 +271,8 @@ class Grid:
         """Free the communicators.  Collective over the grid's ranks; its arrays cannot communicate afterwards."""
         if self._closed:
             return
+        for complete in list(self.closing):
+            complete()
         self._closed = True
         for comm in {id(c): c for c in self._subs.values() if c is not self._cart}.values():
             comm.free()

@@ -3,7 +3,9 @@
 usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS [BACKEND DTYPE]
 
 SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`, with a shape as in 2d/1x2 where the number of ranks
-does not give one; or zero1, zero2, zero3: data parallel with that stage.
+does not give one; or zero1, zero2, zero3: data parallel with that stage.  In zero1-overlap and zero2-overlap gathers go
+on in the next forward pass, and no barrier stands before a step, since they would progress in it uncounted; compare
+with zero1-await and zero2-await, which have no barrier either.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from parlinalg.backend.kernels import activations
 def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mesh, Callable[[int], float]]:
     """The mesh, and what makes step number i and returns its loss."""
     mesh = pla.launch({"parallel": parallel(mode)}, backend=backend)
-    grid, stage = mesh.grid, int(mode[4:]) if mode.startswith("zero") else 0
+    grid, stage = mesh.grid, int(mode[4]) if mode.startswith("zero") else 0
     model = pla.nn.GPT(
         vocab_size=sizes.vocab, max_position_embeddings=sizes.seq, hidden_size=sizes.d,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, grid=grid, dtype=dtype, seed=0,
@@ -32,7 +34,8 @@ def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mes
     )  # fmt: skip
     shapes = {name: p.shape for name, p in model.named_parameters()}
     model.load_state_dict({name: value.reshape(shapes[name]) for name, value in weights(sizes).items()})
-    pla.parallel.GradientReducer(model.parameters(), [pla.parallel.ZeRO(stage)] if stage else None)
+    handlers = [pla.parallel.ZeRO(stage, overlap_gather=overlaps(mode))] if stage else None
+    pla.parallel.GradientReducer(model.parameters(), handlers)
     if stage == 3:
         pla.parallel.WeightGatherer(model)
     optimizer = pla.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
@@ -58,8 +61,14 @@ def main() -> None:
     # numba is loaded once, as PyTorch is: both are there before memory is counted
     activations.gelu(np.linspace(-1, 1, tunables.COMPILED_SIZE, dtype=np.float32), approximate=True)
     memory = Memory() if backend == "numpy" else Pool(grid.backend.xp)
-    timed(step, warm, steps, grid.world.barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
+    barrier = (lambda: None) if mode.endswith(("-overlap", "-await")) else grid.world.barrier
+    timed(step, warm, steps, barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
     mesh.close()
+
+
+def overlaps(mode: str) -> bool:
+    """Whether gathers of a step overlap the next one."""
+    return mode.endswith("-overlap")
 
 
 class Pool(Memory):

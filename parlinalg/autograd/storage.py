@@ -62,13 +62,16 @@ class Owner(Protocol):
     """An owner of the values of parameters whose update ranks share: it has them side by side."""
 
     def adopt(self) -> None:
-        """Move values that were replaced to where they belong."""
+        """Move values that were replaced to where they belong.  Collective where `gather` does not wait."""
 
     def gather(self) -> None:
         """Give every rank the elements that the others have updated.  Collective over their axes."""
 
     def moved(self, arrays: Mapping[int, Block]) -> None:
         """Take the values where they lie now: from the address of an array, the copy in which they lie instead."""
+
+    def finish(self) -> None:
+        """Wait until all values are here, where `gather` does not.  Collective over their axes then."""
 
 
 class Partition(NamedTuple):

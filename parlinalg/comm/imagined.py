@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend.shapes import ShapesBackend, values_needed
+from parlinalg.backend.shapes import Recorder, ShapesBackend, values_needed
 from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms, check_members, combine_terms
 from parlinalg.comm.group import Call
 from parlinalg.comm.ledger import Book
@@ -157,28 +157,43 @@ class Representatives:
 
 
 class ImaginedHandle(Handle):
-    """A nonblocking operation of imagined ranks: it is done when it is waited for."""
+    """A nonblocking operation of imagined ranks: it is done when it is waited for.
 
-    __slots__ = ("_arrives", "_blocks", "_call", "_device", "_done")
+    A trace in which a collective operation is waited for that started before it has the start at its beginning.
+    """
+
+    __slots__ = ("_about", "_arrives", "_blocks", "_call", "_device", "_done", "_recorder")
 
     def __init__(
-        self, device: ShapesBackend, call: int | None, *blocks: Block, arrives: Callable[[], None] | None = None
+        self, device: ShapesBackend, about: tuple[Any, ...], *blocks: Block, arrives: Callable[[], None] | None = None
     ) -> None:
-        self._device, self._call, self._blocks, self._done = device, call, blocks, False
-        self._arrives = arrives
+        self._device, self._about, self._blocks, self._done = device, about, blocks, False
+        self._arrives, self._recorder = arrives, device.recorder
+        self._call = None if self._recorder is None else self._recorder.start(*about)
 
     def wait(self) -> None:
         if not self._done:
             if self._arrives is not None:
                 self._arrives()
             self._done, self._blocks, self._arrives = True, (), None
-            if self._call is not None and self._device.recorder is not None:
-                self._device.recorder.wait(self._call)
+            recorder = self._device.recorder
+            if recorder is not None and (call := self._number(recorder)) is not None:
+                recorder.wait(call)
+            self._recorder = None
 
     def test(self) -> bool:
-        if not self._done and self._call is not None and self._device.recorder is not None:
-            self._device.recorder.test(self._call)
+        recorder = self._device.recorder
+        if not self._done and recorder is not None and (call := self._number(recorder)) is not None:
+            recorder.test(call)
         return self._done
+
+    def _number(self, recorder: Recorder) -> int | None:
+        """Return the number of the operation in a trace; None of a message that started before it."""
+        if recorder is not self._recorder:
+            if self._about[0] in ("send", "receive"):
+                return None
+            self._recorder, self._call = recorder, recorder.started_before(*self._about)
+        return self._call
 
 
 class ImaginedComm(Comm):
@@ -235,13 +250,10 @@ class ImaginedComm(Comm):
         arrives: Callable[[], None] | None = None, most: int = 0,
     ) -> Handle:  # fmt: skip
         """Note the start of an operation that receives and sends so many bytes, and its end if this rank waits."""
-        recorder, call = self.device.recorder, None
-        if recorder is not None:
-            to = None if peer is None else self.world_ranks[peer]
-            dtype = str(blocks[0].dtype) if blocks else ""
-            call = recorder.start(op, self.axes, self.world_ranks, nbytes, sent, to, tag, dtype, most)
+        to = None if peer is None else self.world_ranks[peer]
+        about = op, self.axes, self.world_ranks, nbytes, sent, to, tag, str(blocks[0].dtype) if blocks else "", most
         held = () if op == "send" else blocks  # a message has left its block long before a pipeline waits for it
-        handle = ImaginedHandle(self.device, call, *held, arrives=arrives)
+        handle = ImaginedHandle(self.device, about, *held, arrives=arrives)
         if wait:
             handle.wait()
             return DONE

@@ -22,7 +22,7 @@ class Optimizer(ABC):
     Parameters, gradients and states lie in flat buffers, and a step is one pass over them.  The parameters move there
     at the first step.  Those of 16 bits are updated in float32, and have float32 states.  Where ranks share the update
     of parameters (see `parlinalg.parallel.ZeRO`), a rank has states of its part only, and a step ends with an
-    all-gather of the values; nothing else communicates.
+    all-gather of the values, or starts it (`overlap_gather`); nothing else communicates.
 
     Parameters
     ----------

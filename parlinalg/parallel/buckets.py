@@ -91,6 +91,8 @@ class Bucket:
         The parameters' values, where gradients are reduce-scattered.
     missing : int
         How many gradients have not arrived in this pass.
+    gathering : bool
+        True while the values that other ranks have updated are on their way.
     """
 
     grid: Grid
@@ -102,6 +104,7 @@ class Bucket:
     values: Block = None
     slots: list[Slot] = field(default_factory=list)
     missing: int = 0
+    gathering: bool = False
     pool: list[Block] = field(default_factory=list)
     """Arrays of this dtype that are not in use, as long as any bucket's data at least."""
     _starts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)

@@ -30,12 +30,15 @@ class ReductionPolicy:
         0, or that of the ZeRO handler.
     accumulate : str
         With stage 2 and 3: what microbatches within `no_sync` do.
+    overlap_gather : bool
+        Whether gathers of the updated values go on in the next forward pass.
     """
 
     scatter: Cut = ()
     always: Cut = ()
     stage: int = 0
     accumulate: str = "whole"
+    overlap_gather: bool = False
 
     @property
     def keeps(self) -> bool:
@@ -103,22 +106,29 @@ class ZeRO:
     accumulate : {"reduce-scatter", "whole"}
         What microbatches within `no_sync` do with stages 2 and 3: reduce-scatter each one's gradients into the parts,
         or hold whole gradients until the last.  Stage 1 always holds them.
+    overlap_gather : bool
+        Start the all-gathers of the values after a step and wait for those of a bucket when the first of its parameters
+        is read, in general by the next forward pass.  Until then reading a parameter's value is collective over
+        `axes`.  Values that stage 3 cuts are gathered by `WeightGatherer`, with or without it.
 
     Raises
     ------
     ConfigError
-        If the stage or `accumulate` is none of these.
+        If the stage, `accumulate` or `overlap_gather` is none of these.
     """
 
     stage: int = 1
     axes: AxisSpec = "data"
     accumulate: str = "reduce-scatter"
+    overlap_gather: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
             raise ConfigError(f"ZeRO has the stages 1, 2 and 3, not {self.stage!r}; without a handler there is none")
         if self.accumulate not in ACCUMULATE:
             raise ConfigError(f"ZeRO accumulates by {' or '.join(map(repr, ACCUMULATE))}, not {self.accumulate!r}")
+        if not isinstance(self.overlap_gather, bool):
+            raise ConfigError(f"ZeRO's overlap_gather is True or False, not {self.overlap_gather!r}")
 
 
 Handler = DataParallel | SequenceParallel | SharedParameters | ZeRO
@@ -157,11 +167,12 @@ def policy_of(handlers: Iterable[Handler], name: str, layout: Layout, sizes: Map
 
     scatter: Cut = ()
     always: dict[str, None] = {}
-    stage, accumulate = 0, "whole"
+    stage, accumulate, overlap = 0, "whole", False
     for handler in handlers:
         if isinstance(handler, ZeRO) and free(handler.axes):
             scatter = (*scatter, *free(handler.axes))
             stage, accumulate = handler.stage, "whole" if handler.stage == 1 else handler.accumulate
+            overlap = overlap or handler.overlap_gather
         elif isinstance(handler, SharedParameters) and any(fnmatchcase(name, n) for n in handler.names):
             always.update(dict.fromkeys(free(handler.axes)))
-    return ReductionPolicy(scatter, tuple(always), stage, accumulate)
+    return ReductionPolicy(scatter, tuple(always), stage, accumulate, overlap)

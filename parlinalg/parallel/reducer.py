@@ -135,7 +135,10 @@ class GradientReducer:
             self._values = SharedValues([b for b in self.buckets if b.scatter])
 
     def detach(self) -> None:
-        """Leave the parameters: the backward pass settles their gradients one by one again, on every rank whole."""
+        """Leave the parameters: the backward pass settles their gradients one by one again, on every rank whole.
+
+        Collective where gathers of values are in flight (`ZeRO.overlap_gather`).
+        """
         for p in self.parameters:
             if p.reducer is self:
                 p.reducer = None

@@ -27,6 +27,7 @@ class TraceRecorder:
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self._add, self._calls = trace, trace.events.append, 0
+        self._first = len(trace.events)
 
     def product(
         self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "", fused: bool = False
@@ -54,6 +55,13 @@ class TraceRecorder:
     ) -> int:  # fmt: skip
         self._calls += 1
         self._add(Start(self._calls, op, axes, ranks, nbytes, sent, peer, tag, dtype, most))
+        return self._calls
+
+    def started_before(self, *about: Any) -> int:
+        """Note, at the beginning of the trace, the start of an operation that was in flight then; as `start`."""
+        self._calls += 1
+        self.trace.events.insert(self._first, Start(self._calls, *about))
+        self._first += 1
         return self._calls
 
     def test(self, call: int) -> None:

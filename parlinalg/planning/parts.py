@@ -43,6 +43,7 @@ from parlinalg.offload.stores import OffloadedBytes, Store
 from parlinalg.optim.flat import states_of
 from parlinalg.parallel.buckets import Load, bucket_load, largest
 from parlinalg.parallel.gatherer import Want, WeightGatherer
+from parlinalg.parallel.handlers import ZeRO
 from parlinalg.parallel.reducer import GradientReducer, replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.run import InFlight
@@ -642,6 +643,7 @@ def trace_part(
     elsewhere : bool
         True if values rest elsewhere, as of `Part.offloaded`: layers gather these again in the backward pass.
     """
+    config = _gathered_at_once(config)
     spec = resolve(config, ranks)
 
     @contextmanager
@@ -670,6 +672,15 @@ def trace_part(
 
     with on(busiest(spec)) as run:
         return run.part(rows, given, update, step) if rows else run.step()
+
+
+def _gathered_at_once(config: TrainingConfig) -> TrainingConfig:
+    """Return the configuration with ZeRO's gathers at the end of a step, to which its traces count them.
+
+    Gathers that overlap the next forward pass (`overlap_gather`) take the same words, and no more time.
+    """
+    handlers = (replace(h, overlap_gather=False) if isinstance(h, ZeRO) else h for h in config.gradient_handler)
+    return replace(config, zero=replace(config.zero, overlap_gather=False), gradient_handler=tuple(handlers))
 
 
 def warn(config: TrainingConfig, inputs: Inputs, ranks: int) -> None:

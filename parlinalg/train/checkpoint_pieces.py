@@ -16,6 +16,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.storage import owners
 from parlinalg.backend.views import flat
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import Corner, Rect, rectangles, volume
@@ -90,6 +91,8 @@ class Piece:
 
 def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) -> list[Piece]:
     """Return the pieces that this rank holds.  Collective over axes along which updates are newly shared."""
+    for owner in owners(parameters.values()):
+        owner.finish()  # ranks read different parts of the values
     entries = [] if optimizer is None else optimizer.arrange()  # first: it moves values
     found = [_value(name, p) for name, p in parameters.items()]
     if optimizer is None:

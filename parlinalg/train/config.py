@@ -379,6 +379,14 @@ class ZeroConfig(Section):
         "reduce-scatter", one_of(*ACCUMULATE),
         'stages 2 and 3, gradients of microbatches: `"reduce-scatter"` each, or hold them unsharded (`"whole"`)',
     )  # fmt: skip
+    overlap_gather: bool = key(
+        False, flag, "`True`: gathers of the values that a step has updated go on in the next forward pass "
+        "(Megatron-LM: `--overlap-param-gather`)",
+    )  # fmt: skip
+
+    def check(self, where: str) -> None:
+        if self.overlap_gather and not self.stage:
+            raise ConfigError(f"{where}.overlap_gather without a stage: nothing is gathered; add stage=1, 2 or 3")
 
 
 def _handlers(where: str, value: Any) -> tuple[Handler, ...]:

@@ -337,7 +337,7 @@ def _gradient_handlers(config: TrainingConfig, sizes: Mapping[str, int]) -> list
     zero = config.zero
     if zero.stage and (axes := zero_axes(zero, sizes)):
         given = [h for h in given if not isinstance(h, DataParallel | SequenceParallel)]  # all others are all-reduced
-        given.append(ZeRO(zero.stage, axes, zero.accumulate))
+        given.append(ZeRO(zero.stage, axes, zero.accumulate, zero.overlap_gather))
     return given
 
 

@@ -14,10 +14,12 @@ import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.datasets import Batch
 from parlinalg.parallel import GradientReducer, ZeRO
+from parlinalg.parallel import zero as values
 from parlinalg.pipeline import AsynchronousWorker, Op, make_schedule, split
 from parlinalg.train import launch
 from tests.conftest import SIZE
 from tests.models import alone
+from tests.parallel.test_overlap_gather import Latest
 from tests.pipeline.oracles import Delayed, Perceptron, pipedream, two_buffered
 from tests.pipeline.running import SERIAL, Text, batches, model_on
 
@@ -86,9 +88,9 @@ def perceptron_batches(data, mesh):
 @pytest.mark.parametrize("name", VERSIONS)
 @pytest.mark.parametrize(
     "zero",
-    [pytest.param(z, marks=pytest.mark.ranks(*((2, 3, 4) if z is None else (4,)))) for z in (None, 0, 1, 2)],
+    [pytest.param(z, marks=pytest.mark.ranks(*((2, 3, 4) if z is None else (4,)))) for z in (None, 0, 1, 2, "late")],
 )
-def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
+def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend, monkeypatch):
     """A version stays as it is while the newest one is updated, in shards too."""
     stages = SIZE if zero is None else 2
     by_hand = Perceptron((5, *[4] * (stages - 1), 3))
@@ -102,7 +104,9 @@ def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
         layers = [layer for linear in linears for layer in (linear, nn.Tanh())][:-1]
         model = split(nn.Sequential(*layers), mesh.topology, schedule, [*[2] * (stages - 1), 1]).initialize(0)
         model.load_state_dict({f"{2 * s}.weight": w for s, w in enumerate(by_hand.start)})
-        reducer = GradientReducer(model.parameters(), [ZeRO(zero)] if zero else None, first_bucket=20, bucket=30)
+        handlers = [ZeRO(2, overlap_gather=True) if zero == "late" else ZeRO(zero)] if zero else None
+        monkeypatch.setattr(values, "_gather", Latest)
+        reducer = GradientReducer(model.parameters(), handlers, first_bucket=20, bucket=30)
         worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1), reducer)
         parts = perceptron_batches(data, mesh)
         kept, update = [], worker.update
