@@ -185,7 +185,7 @@ def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
 def generalized_values(a: DistArray, b: DistArray, **subset: Any) -> DistArray:
     """Return the eigenvalues of A v = w B v; the arguments are those of `eigvalsh`."""
     with _overflow_named(a, b, "eigvalsh"):
-        return eigvalsh(standard(a, b, "eigvalsh")[0], **subset)
+        return eigvalsh(standard(a, b, "eigvalsh", last=True)[0], **subset)
 
 
 @contextmanager
@@ -205,8 +205,11 @@ def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
         ) from None
 
 
-def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArray]:
-    """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read."""
+def standard(a: DistArray, b: DistArray, name: str, last: bool = False) -> tuple[DistArray, DistArray]:
+    """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read.
+
+    If this is the `last` use of L, one matrix L may have no elements any more.
+    """
     if a.shape[-2:] != b.shape[-2:]:
         raise LinAlgError(f"{name} takes matrices a and b of one size, not of shapes {a.shape} and {b.shape}")
     if b.dtype.char in "fF" and a.dtype.char not in "fF":  # of the precision of the result
@@ -217,7 +220,7 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
         raise LinAlgError(f"{name} takes a positive definite b: {error}") from None
     if a.ndim == l.ndim == 2 and isinstance(a, DistArray) and isinstance(l, DistArray):
         dtype = np.result_type(a.dtype, l.dtype)
-        return congruent(a.astype(dtype), l.astype(dtype, copy=False), adjoint=False, mirror=True), l
+        return congruent(a.astype(dtype), l.astype(dtype, copy=False), adjoint=False, mirror=True, last=last), l
     half = solve_triangular(l, mirrored(a), lower=True)
     return solve_triangular(l, half.mT.conj(), lower=True).mT.conj(), l
 
