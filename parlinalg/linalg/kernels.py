@@ -751,3 +751,8 @@ def qr(a: Block) -> tuple[Block, Block]:
 def adjoint(a: Block) -> Block:
     """Return the conjugate transposes of matrices [..., m, n]; no copies of real ones."""
     return a.swapaxes(-1, -2) if a.dtype.kind != "c" else a.conj().swapaxes(-1, -2)
+
+
+def conjugate(a: Block) -> Block:
+    """Return the conjugates of an array; no copy of a real one."""
+    return a.conj() if a.dtype.kind == "c" else a
