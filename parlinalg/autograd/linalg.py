@@ -684,7 +684,8 @@ def eigvalsh(x: Any, /, b: Any = None, **subset: Any) -> Any:
 @as_op(linalg.svd)
 def svd(x: Tensor, /, *, full_matrices: bool = True) -> spectral.SVDResult:
     """Return U, the singular values and Vᴴ of matrices."""
-    u, s, vh = linalg.svd(x.data, full_matrices=full_matrices)
+    lean = wants(x) and x.grid.size == 1 and spectral.by_bidiagonal(x.data)  # gradients take memory, too
+    u, s, vh = (spectral.lean_svd if lean else linalg.svd)(x.data, full_matrices=full_matrices)
     (m, n), k = x.shape[-2:], s.shape[-1]
     if m >= n:
         h = _by_vh(x, unformed(u, m, k), vh)

@@ -225,7 +225,10 @@ def _average_with(x: Any, y: Any, sign: int = 1) -> None:
     """Replace X by (X ± Y) / 2."""
     for at in _strips(x):
         part = x[at]
-        part += sign * y[at]
+        if sign > 0:
+            part += y[at]
+        else:
+            part -= y[at]
         part /= 2
 
 

@@ -309,8 +309,22 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
             found = _of_tall(x, alone)
         if found is None and alone:
             found = _by_first_rank(x, full_matrices)
-    if found is not None:
-        return found
+    return _by_bidiagonal(x, full_matrices) if found is None else found
+
+
+def lean_svd(x: DistArray, full_matrices: bool) -> SVDResult:
+    """Return what `svd` does of a matrix on one rank for which `by_bidiagonal` is True, with less memory.
+
+    LAPACK's `gesdd` holds three more matrices while it solves the bidiagonal one; here halves of that are solved.
+    """
+    if x.shape[0] < x.shape[1]:
+        return _turned(_by_bidiagonal(x.mT.conj(), full_matrices), x.layout.with_partial(()))
+    return _by_bidiagonal(x, full_matrices)
+
+
+def _by_bidiagonal(x: DistArray, full_matrices: bool) -> SVDResult:
+    """Return what `svd` does of a matrix [m, n] with m ≥ n by its bidiagonal form."""
+    (m, n), layout = x.shape, x.layout.with_partial(())
     reduced, scale, q = _bidiagonal([x], "svd")
     tiles, top = reduced.tiles, reduced.shape[0]
     values, left, right = bidiagonal.vectors(reduced)
