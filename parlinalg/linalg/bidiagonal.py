@@ -77,7 +77,7 @@ class Bidiagonal(Reduction):
         part = (None if carried is None else 0.25) if keep else 0.5  # reflections take place too
         self.panel = panel_size(shape, workers.R * workers.C, part)
         if self._one_sided:
-            self.panel = panel_size(shape, tiles.grid.size, 0.25)
+            self.panel = panel_size(shape, tiles.grid.size, 0.125)
         if tiles.grid.inside:
             self._run(workers, max(shape))
             for kept in self._kept.values():

@@ -220,7 +220,8 @@ def standard(a: DistArray, b: DistArray, name: str, last: bool = False) -> tuple
         raise LinAlgError(f"{name} takes a positive definite b: {error}") from None
     if a.ndim == l.ndim == 2 and isinstance(a, DistArray) and isinstance(l, DistArray):
         dtype = np.result_type(a.dtype, l.dtype)
-        return congruent(a.astype(dtype), l.astype(dtype, copy=False), adjoint=False, mirror=True, last=last), l
+        l = l if l.dtype == dtype else l.astype(dtype)
+        return congruent(a.astype(dtype), l, adjoint=False, mirror=True, last=last), l
     half = solve_triangular(l, mirrored(a), lower=True)
     return solve_triangular(l, half.mT.conj(), lower=True).mT.conj(), l
 
