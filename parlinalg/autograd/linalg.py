@@ -13,6 +13,7 @@ others to a basis the space counts.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from parlinalg.linalg.congruence import congruent, halve, over_differences
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 from parlinalg.linalg.matrices import NEGLIGIBLE, as_matrix, spend
 from parlinalg.linalg.systems import triangular_solution
+from parlinalg.matmul import matmul
 
 
 def adjoint(a: DistArray) -> DistArray:
@@ -63,11 +65,9 @@ def mirrored(a: DistArray) -> DistArray:
     return adjoint(halved(adjoint(a))) + halved(adjoint(a))
 
 
-def divided(a: DistArray, r: DistArray, *, mirror: bool = False) -> DistArray:
-    """Return A R⁻ᴴ for upper triangles R, with `mirror` mirrored(A) R⁻ᴴ; A is spent."""
-    if a.ndim == 2:
-        return congruence.divided(a, r, mirror=mirror)
-    return adjoint(triangular_solution(r, adjoint(mirrored(a) if mirror else a)))
+def divided(a: DistArray, r: DistArray) -> DistArray:
+    """Return A R⁻ᴴ for upper triangles R; A is spent."""
+    return congruence.divided(a, r) if a.ndim == 2 else adjoint(triangular_solution(r, adjoint(a)))
 
 
 def widened(a: DistArray, m: int, n: int) -> DistArray:
@@ -91,6 +91,13 @@ def less(a: DistArray, b: DistArray) -> DistArray:
     block *= -1
     block += a.block
     return b
+
+
+def negated(a: DistArray) -> DistArray:
+    """Return -A, in its memory."""
+    block = a.block
+    block *= -1
+    return a
 
 
 def beside(*matrices: DistArray) -> DistArray:
@@ -124,6 +131,22 @@ def known(name: str, parameters: str, **rules: Any) -> Any:
     function.__name__ = name
     function.__signature__ = inspect.Signature([inspect.Parameter(each, kind) for each in names])  # type: ignore[attr-defined]
     return differentiable(function, conjugate=False, **rules)
+
+
+def unformed(like: DistArray, rows: int, columns: int) -> DistArray:
+    """Return a stand-in for matrices [..., rows, columns] that lie like others: a step of a rule, never formed."""
+    empty = like.grid.backend.empty((0,) * like.ndim, like.dtype)
+    return DistArray(empty, (*like.shape[:-2], rows, columns), like.layout.with_partial(()), like.grid)
+
+
+def times_left(g: DistArray, u: DistArray, like: Frame) -> DistArray:
+    """Return U g, for as many columns of U as g has rows."""
+    return matmul(first(u, g.shape[-2]), g, layout=like.layout)
+
+
+def times_right(g: DistArray, vh: DistArray, like: Frame) -> DistArray:
+    """Return g Vᴴ, for as many rows of Vᴴ as g has columns."""
+    return matmul(g, first(vh, g.shape[-1], -2), layout=like.layout)
 
 
 # ------------------------------------------------------------------------------------------------ linear systems
@@ -326,32 +349,59 @@ def in_order(a: DistArray, p: DistArray | None) -> DistArray:
     return a if p is None else joining.take_along_axis(a, np_.argsort(p)[..., None, :], axis=-1)
 
 
-def of_q(g: DistArray, q: DistArray, r: DistArray, p: DistArray | None) -> DistArray:
-    """Return [g - Q mirrored(Qᴴ g)] R₁⁻ᴴ, and zeros beside it, by the columns in the order p."""
-    (m, n), k = (q.shape[-2], r.shape[-1]), min(q.shape[-2], r.shape[-1])
-    given, g, q = g, of_completed(g, q, k), first(q, k)
-    found = q @ congruence.mirrored(adjoint(q) @ g) if g.ndim == 2 else q @ mirrored(triu(adjoint(q) @ g))
-    found = less(g, found)
-    spend(given)
-    del g
-    return in_order(widened(divided(found, first(first(r, k, -2), k)), m, n), p)
+def over_r(g: DistArray, r: DistArray, p: DistArray | None, like: Frame) -> DistArray:
+    """Return g R₁⁻ᴴ, and zeros beside it, by the columns in the order p."""
+    k = g.shape[-1]
+    return in_order(widened(divided(g, first(first(r, k, -2), k)), *like.shape[-2:]), p)
 
 
-def of_r(g: DistArray, q: DistArray, r: DistArray, p: DistArray | None) -> DistArray:
-    """Return Q [mirrored(g₁ R₁ᴴ - Z) + Z] R₁⁻ᴴ with Z = R₂ g₂ᴴ, and beside it Q g₂, by the columns in the order p."""
+def of_q(g: DistArray, q: DistArray, like: Frame) -> DistArray:
+    """Return -Qᴴ g."""
+    k = like.shape[-1]
+    g = first(widened(g, q.shape[-2], max(k, g.shape[-1])), k)
+    return negated(matmul(adjoint(first(q, k)), g, layout=like.layout))
+
+
+def of_r(g: DistArray, r: DistArray, like: Frame) -> DistArray:
+    """Return g₁ R₁ᴴ - R₂ g₂ᴴ."""
+    k = like.shape[-1]
+    g, r = first(g, k, -2), first(r, k, -2)
+    t = matmul(first(g, k), adjoint(first(r, k)), layout=like.layout)
+    return t if r.shape[-1] == k else t - r[..., k:] @ adjoint(g[..., k:])
+
+
+def of_r_beside(g: DistArray, q: DistArray, p: DistArray | None) -> DistArray:
+    """Return Q g₂, and zeros before it, by the columns in the order p."""
+    k = q.shape[-1]
+    return in_order(joining.padded(q @ g[..., k:], [(0, 0)] * (g.ndim - 1) + [(k, 0)]), p)
+
+
+# A = Q R has the gradient [gq + Q (mirrored(M) + Z)] R₁⁻ᴴ with M = gr₁ R₁ᴴ - Z - Qᴴ gq and Z = R₂ gr₂ᴴ, and beside it
+# Q gr₂.  What it is made of are steps, so that what comes from Q and from R is added up before the next product.
+_over_r = known("qr", "x found r p", takes=True, x=over_r)
+_by_q = known("qr", "h found u", takes=True, h=times_left)
+_hermitian_part = known("qr", "m found", takes=True, m=lambda g: congruence.mirrored(g) if g.ndim == 2 else mirrored(g))
+_q = known("qr", "h m found q", h=lambda g, q, like: of_completed(g, q, like.shape[-1]), m=of_q)
+_r = known("qr", "m found r", takes=True, m=of_r)
+_wide_r = known(
+    "qr", "x z m found q r p",
+    x=of_r_beside, z=lambda g, r, like: r[..., like.shape[-1] :] @ adjoint(g[..., like.shape[-1] :]), m=of_r,
+)  # fmt: skip
+
+
+def of_qr(
+    x: Any, q: DistArray, r: DistArray, p: DistArray | None
+) -> tuple[Callable[[DistArray], Tensor], Callable[..., Tensor]]:
+    """Return the functions that record Q, or first columns of it, and R of a tensor."""
     k = min(q.shape[-2], r.shape[-1])
-    given, g, q, r = g, first(g, k, -2), first(q, k), first(r, k, -2)
-    t = first(g, k) @ adjoint(first(r, k))
-    if r.shape[-1] == k:
-        spend(given)
-        del g
-        return in_order(q @ divided(t, r, mirror=True), p)
-    z = r[..., k:] @ adjoint(g[..., k:])
-    return in_order(q @ beside(divided(mirrored(t - z) + z, r[..., :k]), g[..., k:]), p)
+    solved = _over_r(x, unformed(q, q.shape[-2], k), r, p)
+    z = _by_q(solved, unformed(r.mT, k, k), q)
+    m = _hermitian_part(z, unformed(r.mT, k, k))
 
+    def record_r() -> Tensor:
+        return _r(m, r, r) if r.shape[-1] == k else _wide_r(x, z, m, r, q, r, p)
 
-_q = known("qr", "x found q r p", takes=True, x=of_q)
-_r = known("qr", "x found q r p", takes=True, x=of_r)
+    return lambda found: _q(solved, m, found, q), record_r
 
 
 @as_op(linalg.qr)
@@ -365,7 +415,8 @@ def qr(x: Tensor, /, *, mode: str = "reduced", pivoting: bool = False) -> Any:
     if mode == "r":
         return qr(x).R if wants(x) else Tensor(linalg.qr(x.data, mode="r"))
     q, r = linalg.qr(x.data, mode=mode)
-    return factors.QRResult(_q(x, q, q, r, None), _r(x, r, q, r, None))
+    record_q, record_r = of_qr(x, q, r, None)
+    return factors.QRResult(record_q(q), record_r())
 
 
 def _pivoted_qr(x: Tensor, mode: str) -> Any:
@@ -374,8 +425,8 @@ def _pivoted_qr(x: Tensor, mode: str) -> Any:
         r, p = linalg.qr(x.data, mode="r", pivoting=True)
         return Tensor(r), p
     q, r, p = linalg.qr(x.data, mode="reduced" if mode == "r" else mode, pivoting=True)
-    found = _r(x, r, q, r, p)
-    return (found, p) if mode == "r" else factors.PivotedQRResult(_q(x, q, q, r, p), found, p)
+    record_q, record_r = of_qr(x, q, r, p)
+    return (record_r(), p) if mode == "r" else factors.PivotedQRResult(record_q(q), record_r(), p)
 
 
 # ------------------------------------------------------------------------------------------------ factor objects
@@ -468,14 +519,13 @@ class TensorQR(TensorFactor):
     @property
     def R(self) -> Tensor:
         """The upper triangular factor [k, n] with k = min(m, n)."""
-        r = self.factor.R
-        return _r(self.a, r, self.factor.Q(), r, None)
+        return of_qr(self.a, self.factor.Q(), self.factor.R, None)[1]()
 
     def Q(self, columns: int | None = None) -> Tensor:
         """Return the first columns of Q [m, m], by default min(m, n) of them."""
         columns = None if columns is None else whole("columns of Q", columns, 0, self.shape[-2])
         q = self.factor.Q(None if columns is None else max(columns, min(self.shape[-2:])))
-        return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R, None)
+        return of_qr(self.a, q, self.factor.R, None)[0](q if columns is None else q[..., :columns])
 
     def solve(self, b: Any) -> Tensor:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b."""
@@ -544,34 +594,35 @@ def of_eigenvectors(g: DistArray, w: DistArray, v: DistArray, start: int) -> Dis
     return v @ (inverses(differences(w), w, w.shape[-1]) * skew(adjoint(v) @ g)) @ adjoint(v)
 
 
-def of_left(g: DistArray, u: DistArray, s: DistArray, vh: DistArray) -> DistArray:
-    """Return U ((F + H) ∘ skew(Uᴴ g)) Vᴴ with Fᵢⱼ = 1 / (sⱼ - sᵢ), Hᵢⱼ = 1 / (sᵢ + sⱼ), and (1 - U Uᴴ) g S⁻¹ Vᴴ.
+def of_left(g: DistArray, u: DistArray, s: DistArray, vh: DistArray, like: Frame) -> DistArray:
+    """Return (F + H) ∘ skew(Uᴴ g) with Fᵢⱼ = 1 / (sⱼ - sᵢ), Hᵢⱼ = 1 / (sᵢ + sⱼ), and of more rows - Uᴴ g S⁻¹.
 
     The terms of both sides' vectors whose sum has no derivative at equal values are those of F; those of H have one.
     """
-    k, most, given = s.shape[-1], max(u.shape[-2], vh.shape[-1]), g
-    g, u, vh = of_completed(g, u, k), first(u, k), first(vh, k, -2)
-    tall = u.shape[-2] > k
-    inner = adjoint(u) @ g
-    outer = (g - u @ inner) * inverses(s, s, most)[..., None, :] if tall else None
-    if g.ndim == 2:
-        spend(given)
-        del g
-        inner = over_differences(congruence.skew(inner), s, limit_of(s, most), sums=True)
-    else:
-        f, h = (inverses(x, s, most) for x in (differences(s), s[..., None, :] + s[..., :, None]))
-        inner = (f + h) * skew(inner)
-    found = u @ inner
-    del inner
-    return (found if outer is None else found + outer) @ vh
+    k, most = like.shape[-1], max(u.shape[-2], vh.shape[-1])
+    inner = matmul(adjoint(first(u, k)), first(g, k), layout=like.layout)
+    spend(g)
+    less = inner * inverses(s, s, most)[..., None, :] if u.shape[-2] > k else None
+    found = over_gaps(inner, s, most, 1)
+    return found if less is None else found - less
 
 
-def of_right(g: DistArray, u: DistArray, s: DistArray, vh: DistArray) -> DistArray:
-    """Return the adjoint of what `of_left` finds for the adjoint matrix."""
-    aside = adjoint(g)
-    if g.ndim == 2:
-        spend(g)
-    return adjoint(of_left(aside, adjoint(vh), s, adjoint(u)))
+def of_right(g: DistArray, u: DistArray, s: DistArray, vh: DistArray, like: Frame) -> DistArray:
+    """Return the adjoint of what `of_left` finds for the adjoint matrix: (F - H) ∘ skew(Vᴴ gᴴ), and - S⁻¹ g V."""
+    k, most = like.shape[-1], max(u.shape[-2], vh.shape[-1])
+    inner = matmul(first(vh, k, -2), adjoint(first(g, k, -2)), layout=like.layout)
+    spend(g)
+    less = adjoint(inner).redistribute(inner.layout) * inverses(s, s, most)[..., :, None] if vh.shape[-1] > k else None
+    found = over_gaps(inner, s, most, -1)
+    return found if less is None else found - less
+
+
+def over_gaps(a: DistArray, s: DistArray, most: int, sign: int) -> DistArray:
+    """Return (F ± H) ∘ skew(A) of `of_left`, in the memory of one matrix A."""
+    if a.ndim == 2:
+        return over_differences(congruence.skew(a), s, limit_of(s, most), sums=sign)
+    f, h = (inverses(x, s, most) for x in (differences(s), s[..., None, :] + s[..., :, None]))
+    return (f + sign * h) * skew(a)
 
 
 def of_values(g: DistArray, u: DistArray, vh: DistArray) -> DistArray:
@@ -582,9 +633,25 @@ def of_values(g: DistArray, u: DistArray, vh: DistArray) -> DistArray:
 
 _eigenvalues = known("eigh", "x found v start", x=of_eigenvalues)
 _eigenvectors = known("eigh", "x found w v start", takes=True, x=of_eigenvectors)
-_left = known("svd", "x found u s vh", takes=True, x=of_left)
-_singular_values = known("svd", "x found u vh", x=of_values)
-_right = known("svd", "x found u s vh", takes=True, x=of_right)
+
+# A = U S Vᴴ has the gradient U M Vᴴ, in which M adds up what comes from U and from Vᴴ.  Of more rows than columns it is
+# (U M + g S⁻¹) Vᴴ, of fewer U (M Vᴴ + S⁻¹ g).
+_by_u = known("svd", "h found u", takes=True, h=times_left)
+_by_vh = known("svd", "h found vh", takes=True, h=times_right)
+_left = known("svd", "m found u s vh", takes=True, m=of_left)
+_right = known("svd", "m found u s vh", takes=True, m=of_right)
+_tall_left = known(
+    "svd", "h m found u s vh", m=of_left,
+    h=lambda g, u, s: of_completed(g, u, s.shape[-1]) * inverses(s, s, u.shape[-2])[..., None, :],
+)  # fmt: skip
+_wide_right = known(
+    "svd", "h m found u s vh", m=of_right,
+    h=lambda g, s, vh: adjoint(
+        of_completed(adjoint(g), adjoint(vh), s.shape[-1]) * inverses(s, s, vh.shape[-1])[..., None, :]
+    ),
+)  # fmt: skip
+_tall_values = known("svd", "h found u", h=lambda g, u: first(u, g.shape[-1]) * g[..., None, :])
+_wide_values = known("svd", "h found vh", h=lambda g, vh: first(vh, g.shape[-1], -2) * g[..., :, None])
 
 
 # A function that reads lower triangles has a Hermitian gradient, which belongs to both triangles.
@@ -617,8 +684,20 @@ def eigvalsh(x: Any, /, b: Any = None, **subset: Any) -> Any:
 @as_op(linalg.svd)
 def svd(x: Tensor, /, *, full_matrices: bool = True) -> spectral.SVDResult:
     """Return U, the singular values and Vᴴ of matrices."""
-    u, s, vh = linalg.svd(x.data, full_matrices=full_matrices)
-    return spectral.SVDResult(_left(x, u, u, s, vh), _singular_values(x, s, u, vh), _right(x, vh, u, s, vh))
+    lean = wants(x) and x.grid.size == 1 and spectral.by_bidiagonal(x.data)  # gradients take memory, too
+    u, s, vh = (spectral.lean_svd if lean else linalg.svd)(x.data, full_matrices=full_matrices)
+    (m, n), k = x.shape[-2:], s.shape[-1]
+    if m >= n:
+        h = _by_vh(x, unformed(u, m, k), vh)
+        values = _tall_values(h, s, u)  # before M, so that its gradient comes later
+        inner = _by_u(h, unformed(x.data.mT, k, k), u)
+    else:
+        h = _by_u(x, unformed(vh, k, n), u)
+        values = _wide_values(h, s, vh)
+        inner = _by_vh(h, unformed(x.data.mT, k, k), vh)
+    left = _tall_left(h, inner, u, u, s, vh) if m > n else _left(inner, u, u, s, vh)
+    right = _wide_right(h, inner, vh, u, s, vh) if m < n else _right(inner, vh, u, s, vh)
+    return spectral.SVDResult(left, values, right)
 
 
 @as_op(linalg.svdvals)

@@ -73,8 +73,11 @@ class Bidiagonal(Reduction):
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
         self._carried = carried
+        self._one_sided = keep and len(sides) == 1 and carried is None
         part = (None if carried is None else 0.25) if keep else 0.5  # reflections take place too
         self.panel = panel_size(shape, workers.R * workers.C, part)
+        if self._one_sided:
+            self.panel = panel_size(shape, tiles.grid.size, 0.125)
         if tiles.grid.inside:
             self._run(workers, max(shape))
             for kept in self._kept.values():
@@ -98,7 +101,8 @@ class Bidiagonal(Reduction):
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
         less = LESS if self._carried is None else FEWER
-        if self.keep and owned(a) and less * a[low:, left:].size <= a.size:  # memory is for the reflections now
+        fewer = self.keep and not self._one_sided and not any(kept.waits for kept in self._kept.values())
+        if fewer and owned(a) and less * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         xp = self.xp
@@ -146,7 +150,7 @@ class Bidiagonal(Reduction):
             found[: q + 1] = 0
             x[q] = pi[q] * found
         below, later = indexer(rows[down(k + b) :] - k), indexer(columns[right(k + b) :] - k)
-        kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, yu[:, later].conj())
+        kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, kernels.conjugate(yu[:, later]))
         found = {"left": (v, tau), "right": (u, pi)}
         if self._carried is not None:
             self._carry(k, *found[self._carried[0]])

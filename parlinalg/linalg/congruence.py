@@ -21,7 +21,9 @@ from parlinalg.linalg.systems import refuse_singular
 from parlinalg.linalg.tiles import Numbers, Places, Tiles, move, resting, transposed
 
 STRIP = 128
-"""Rows that are replaced at once where a matrix is changed in place."""
+"""The most rows that are replaced at once where a matrix is changed in place."""
+PARTS = 16
+"""Parts of a block of which temporary arrays exist at once; what other ranks send comes in half as many."""
 
 
 def halve(a: DistArray) -> DistArray:
@@ -31,14 +33,15 @@ def halve(a: DistArray) -> DistArray:
     rows, columns = a.grid.block(a.layout, a.shape)
     xp, block = a.xp, a.block
     j = xp.arange(columns.start, columns.stop)[None, :]
-    for k in range(0, len(rows), STRIP):
-        i = xp.arange(rows.start + k, rows.start + min(k + STRIP, len(rows)))[:, None]
-        strip = block[k : k + STRIP]
-        block[k : k + STRIP] = xp.where(j < i, strip, xp.where(j == i, strip / 2, a.dtype.type(0)))
+    for at in _strips(block):
+        i, strip = xp.arange(rows.start + at.start, rows.start + at.stop)[:, None], block[at]
+        block[at] = xp.where(j < i, strip, xp.where(j == i, strip / 2, a.dtype.type(0)))
     return a
 
 
-def congruent(e: DistArray, l: DistArray, *, adjoint: bool = True, mirror: bool = False) -> DistArray:
+def congruent(
+    e: DistArray, l: DistArray, *, adjoint: bool = True, mirror: bool = False, last: bool = False
+) -> DistArray:  # fmt: skip
     """Return the Hermitian part of L⁻ᴴ E L⁻¹ for a lower triangle L, in the layout of E, which is spent.
 
     Parameters
@@ -49,11 +52,10 @@ def congruent(e: DistArray, l: DistArray, *, adjoint: bool = True, mirror: bool 
         If False, the result is that of L⁻¹ E L⁻ᴴ.
     mirror : bool
         E is the Hermitian matrix with the lower triangle of what is given; of its diagonal real parts count.
+    last : bool
+        L is spent, too.
 
-    Raises
-    ------
-    LinAlgError
-        If L is singular.
+    L is a factor by Cholesky's method, and so not singular.
     """
     n, grid, layout = l.shape[0], l.grid, e.layout.with_partial(())
     if grid.size == 1:
@@ -71,23 +73,22 @@ def congruent(e: DistArray, l: DistArray, *, adjoint: bool = True, mirror: bool 
         x = tiles.bring(e, rows, columns)
         spend(e)
         if mirror:
-            _combine(x, _turned(x, places, grid), places, grid, mirror="lower")
+            _mirror(x, places, grid, upper=False)
         t = tiles.bring(l, rows, columns)
+        if last:
+            spend(l)
         for turn in range(2):
             x = _turned(x, places, grid) if turn else x
             triangular.substitute(tiles, t, rows, x, n, columns, lower=True, adjoint=adjoint)
         del t
         with np.errstate(all="ignore"):
-            _combine(x, _turned(x, places, grid), places, grid)
+            _average_with(x, _turned(x, places, grid))
         found = tiles.home(x, rows, columns, (n, n), layout)
-    refuse_singular(l, found, unit=False)
     return found
 
 
-def divided(a: DistArray, r: DistArray, *, lower: bool = False, unit: bool = False, mirror: bool = False) -> DistArray:
-    """Return A R⁻ᴴ for a triangle R, in the layout of A, which is spent.
-
-    With `mirror` A is the Hermitian matrix with the upper triangle of what is given; of its diagonal real parts count.
+def divided(a: DistArray, r: DistArray) -> DistArray:
+    """Return A R⁻ᴴ for an upper triangle R, in the layout of A, which is spent.
 
     Raises
     ------
@@ -98,31 +99,24 @@ def divided(a: DistArray, r: DistArray, *, lower: bool = False, unit: bool = Fal
     if grid.size == 1:
         x = _own(spend(a))
         if grid.inside and x.size:
-            if mirror:
-                _reflect(x)
             with np.errstate(all="ignore"):
-                kernels.substitute(r.block, x, right=True, lower=lower, adjoint=True, unit=unit)
+                kernels.substitute(r.block, x, right=True, adjoint=True)
         found = DistArray(x, (m, n), layout, grid)
     else:  # R⁻¹ Aᴴ, since tiles are divided from the left
-        tiles, rows, columns, places = _tiled(r)
+        tiles, rows, columns, _ = _tiled(r)
         sides = tiles.columns(m)
-        if mirror:  # A is its own adjoint
-            x = tiles.bring(a, rows, columns)
-            spend(a)
-            _combine(x, _turned(x, places, grid), places, grid, mirror="upper")
-        else:
-            aside = a.mT
-            x = tiles.bring(aside, rows, sides)
-            del aside
-            spend(a)
-            _conjugate(x)
+        aside = a.mT
+        x = tiles.bring(aside, rows, sides)
+        del aside
+        spend(a)
+        _conjugate(x)
         t = tiles.bring(r, rows, columns)
-        triangular.substitute(tiles, t, rows, x, n, sides, lower=lower, unit=unit)
+        triangular.substitute(tiles, t, rows, x, n, sides, lower=False)
         del t
         _conjugate(x)
         x, have = x.T, transposed(tiles.places(rows, sides))
         found = tiles.home_from(x, have, (m, n), layout)
-    refuse_singular(r, found, unit=unit)
+    refuse_singular(r, found, unit=False)
     return found
 
 
@@ -134,14 +128,14 @@ def skew(a: DistArray) -> DistArray:
             _average(block, -1)
         return a
     places, _ = resting(a.layout, a.shape, grid.sizes)
-    _combine(block, _turned(block, places, grid), places, grid, sign=-1)
+    _average_with(block, _turned(block, places, grid), -1)
     return a
 
 
-def over_differences(a: DistArray, w: DistArray, limit: DistArray, sums: bool = False) -> DistArray:
+def over_differences(a: DistArray, w: DistArray, limit: DistArray, sums: int = 0) -> DistArray:
     """Return A with elements divided by wⱼ - wᵢ, and 0 where this is at most `limit` in size, in the memory of A.
 
-    With `sums` they are multiplied by 1 / (wⱼ - wᵢ) + 1 / (wᵢ + wⱼ), of which each term may be 0.
+    With `sums` ±1 they are multiplied by 1 / (wⱼ - wᵢ) ± 1 / (wᵢ + wⱼ), of which each term may be 0.
     """
     layout = a.layout
     down, across = (w.redistribute(Layout(cut)).block for cut in layout.dims)
@@ -151,10 +145,10 @@ def over_differences(a: DistArray, w: DistArray, limit: DistArray, sums: bool = 
         kept = abs(x) > least
         return xp.where(kept, one / xp.where(kept, x, one), zero)
 
-    for k in range(0, len(down) if a.grid.inside else 0, STRIP):
-        strip, some = a.block[k : k + STRIP], down[k : k + STRIP, None]
+    for at in _strips(a.block) if a.grid.inside else ():
+        strip, some = a.block[at], down[at, None]
         factor = inverse(across[None, :] - some)
-        strip *= factor + inverse(across[None, :] + some) if sums else factor
+        strip *= factor + sums * inverse(across[None, :] + some) if sums else factor
     return a
 
 
@@ -166,7 +160,7 @@ def mirrored(a: DistArray) -> DistArray:
             _reflect(block)
         return a
     places, _ = resting(a.layout, a.shape, grid.sizes)
-    _combine(block, _turned(block, places, grid), places, grid, mirror="upper")
+    _mirror(block, places, grid, upper=True)
     return a
 
 
@@ -185,8 +179,8 @@ def _own(block: Any) -> Any:
 def _conjugate(x: Any) -> None:
     """Conjugate an array in place."""
     if x.dtype.kind == "c":
-        for k in range(0, len(x), STRIP):
-            x[k : k + STRIP] = x[k : k + STRIP].conj()
+        for at in _strips(x):
+            x[at] = x[at].conj()
 
 
 def _turned(x: Any, places: Places, grid: Grid) -> Any:
@@ -197,39 +191,69 @@ def _turned(x: Any, places: Places, grid: Grid) -> Any:
     return found
 
 
-def _combine(x: Any, y: Any, places: Places, grid: Grid, *, mirror: str = "", sign: int = 1) -> None:
-    """Replace X by (X ± Y) / 2, or with `mirror` by its triangle of that name and the other one of Y."""
-    if not grid.inside:
-        return
-    rows, columns = (kernels.beside(numbers, x) for numbers in places[grid.rank])
-    xp = namespace(x)
-    for k in range(0, len(x), STRIP):
-        part, other = x[k : k + STRIP], y[k : k + STRIP]
-        if mirror:
-            i, j = rows[k : k + STRIP, None], columns[None, :]
-            both = xp.where(i > j if mirror == "upper" else i < j, other, part)
-            x[k : k + STRIP] = xp.where(i == j, both.real, both) if x.dtype.kind == "c" else both
+def _mirror(x: Any, places: Places, grid: Grid, *, upper: bool) -> None:
+    """Replace one triangle of a square matrix by the adjoint of the other, the `upper` one or the lower.
+
+    Of its diagonal real parts count.  What is read is not written, so that a part of each rank's rows is received, and
+    replaced, before the next.
+    """
+    xp, few = namespace(x), PARTS // 2
+    for part in range(few):
+        want = [(_part(rows, part, few), columns) for rows, columns in places]
+        wanted = np.unique(np.concatenate([rows for rows, _ in want]))
+        have = [(np.flatnonzero(np.isin(columns, wanted)), columns, rows) for rows, columns in places]
+        if not grid.inside:
+            continue
+        there = have[grid.rank][0]
+        y = move(x[:, kernels.beside(there, x)].T, [(columns[at], rows) for at, columns, rows in have], want, grid)
+        _conjugate(y)
+        start = len(x) * part // few
+        rows, columns = (kernels.beside(numbers, x) for numbers in want[grid.rank])
+        for at in _strips(y):
+            mine = x[start + at.start : start + at.stop]
+            i, j = rows[at, None], columns[None, :]
+            both = xp.where(i > j if upper else i < j, y[at], mine)
+            mine[...] = xp.where(i == j, both.real, both) if x.dtype.kind == "c" else both
+
+
+def _part(numbers: Numbers, part: int, of: int) -> Numbers:
+    """Return one part of so many equal ones of some numbers."""
+    return numbers[len(numbers) * part // of : len(numbers) * (part + 1) // of].copy()
+
+
+def _average_with(x: Any, y: Any, sign: int = 1) -> None:
+    """Replace X by (X ± Y) / 2."""
+    for at in _strips(x):
+        part = x[at]
+        if sign > 0:
+            part += y[at]
         else:
-            part += sign * other
-            part /= 2
+            part -= y[at]
+        part /= 2
+
+
+def _strips(x: Any) -> list[slice]:
+    """Return the rows that are replaced at once."""
+    step = max(1, min(STRIP, len(x) // PARTS))
+    return [slice(k, min(k + step, len(x))) for k in range(0, len(x), step)]
 
 
 def _average(x: Any, sign: int = 1) -> None:
     """Replace a square matrix by (X ± Xᴴ) / 2."""
-    for k in range(0, len(x), STRIP):
-        left = x[k:, k : k + STRIP]
-        both = left + sign * kernels.adjoint(x[k : k + STRIP, k:])
+    for at in _strips(x):
+        left = x[at.start :, at]
+        both = left + sign * kernels.adjoint(x[at, at.start :])
         both /= 2
         left[...] = both
-        x[k : k + STRIP, k:] = sign * kernels.adjoint(both)
+        x[at, at.start :] = sign * kernels.adjoint(both)
 
 
 def _reflect(x: Any) -> None:
     """Replace the lower triangle of a square matrix by the adjoint of the upper one, and its diagonal by real parts."""
     xp = namespace(x)
-    for k in range(0, len(x), STRIP):
-        corner = x[k : k + STRIP, k : k + STRIP]
+    for at in _strips(x):
+        corner = x[at, at]
         above = xp.triu(corner, 1)
         diagonal = xp.triu(corner) - above
         corner[...] = above + kernels.adjoint(above) + diagonal.real
-        x[k + STRIP :, k : k + STRIP] = kernels.adjoint(x[k : k + STRIP, k + STRIP :])
+        x[at.stop :, at] = kernels.adjoint(x[at, at.stop :])

@@ -405,8 +405,9 @@ def bidiagonal_vectors(
         The numbers of this rank's rows, rising.
     """
     d, e, scale = _near_one(d, e)
+    leaf = LEAF if comm.size > 1 else max(LEAF, -(-len(d) // 2))  # as of `bidiagonal_strips`
     with shared_collectives(comm, 2 * len(d), d.dtype) as group:
-        values, left, right = _part(group, d, e, (rows, rows), 0, len(d), 0)
+        values, left, right = _part(group, d, e, (rows, rows), 0, len(d), 0, leaf=leaf)
     return values[::-1] * scale, left[:, ::-1], right[1:-1, ::-1]
 
 

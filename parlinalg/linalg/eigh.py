@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -135,7 +136,7 @@ class Reduction(ABC):
                 if everyone.rank < ranks:
                     continue
                 for (k, b), size in zip(panels[start : start + ranks], counts, strict=True):
-                    self._keep(k, every[at : at + size].reshape(b, -1))
+                    self._keep(k, every[at : at + size].reshape(b, -1).copy())  # of rows of all, valid until the next
                     at += size
 
 
@@ -177,7 +178,7 @@ class Tridiagonal(Reduction):
         take the same bits: else columns of rounding errors would give each rank reflections of its own.
         """
         half, dtype, m, xp = cast("Half", self._half), self.dtype, self.n - k, self.xp
-        at = half.begin(k, less=self.keep)
+        at = half.begin(k, less=self.keep and not self._kept.waits)  # which would be there beside the copies
         columns = group.all_reduce(half.columns(k, b))
         both, tau = xp.zeros((2 * b, m), dtype), xp.zeros(b, dtype)  # v and w of each column, one in a row
         mine, term = share(0, m, group.comm), xp.empty(m + 2 * b + 1, dtype)
@@ -516,7 +517,11 @@ class _Rectangle:
     def update(self, k: int, both: np.ndarray) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
         rows, columns = (self.at[numbers[start:]] for numbers, start in zip(self.numbers, (top, left), strict=True))
-        kernels.subtract(self.a[top:, left:], both[:, rows].T, _swapped(both, columns))
+        swapped = _swapped(both, columns)
+        for start in range(0, len(rows), STRIP):
+            kernels.subtract(
+                self.a[top + start : top + start + STRIP, left:], both[:, rows[start : start + STRIP]].T, swapped
+            )
 
 
 class _Triangle:
@@ -562,7 +567,7 @@ def _swapped(both: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the conjugates of these columns, the two rows of each pair in the other's place."""
     rows = np.arange(len(both)).reshape(-1, 2)[:, ::-1].reshape(-1, 1)
     found: np.ndarray = both[rows, columns]
-    return found.conj()
+    return kernels.conjugate(found)
 
 
 def _run(numbers: np.ndarray) -> Any:
@@ -590,10 +595,9 @@ class Kept:
 
     def __init__(self, rows: np.ndarray, tiles: Tiles, room: Any = None) -> None:
         self._rows, self._tiles, self._room, self._turn = rows, tiles, room, 0
-        self._start = self._used = 0
         self._taus: list[np.ndarray] = []
-        self._open: np.ndarray | None = None
-        """The reflections to be put together, from element number `_start` of vectors on, of which `_used` are set."""
+        self._open: list[tuple[int, np.ndarray]] = []
+        """The panels to be put together: the element number from which on their vectors are there, one in a row."""
         self._closed: list[tuple[int, np.ndarray, np.ndarray]] = []
         """Row numbers, this rank's rows of V from there on, and the upper triangles T, one row behind the other."""
 
@@ -603,36 +607,49 @@ class Kept:
         together = PANEL * TOGETHER
         return sum((len(rows) - first(rows, k)) * min(together, n - k) for k in range(0, n, together))
 
+    @property
+    def waits(self) -> bool:
+        """True while panels wait to be put together."""
+        return bool(self._open)
+
     def add(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
-        """Keep the reflections of a panel: row i of v, from element number k of vectors on, and tau[i]."""
-        if self._open is None:
-            most = min(TOGETHER * len(v), v.shape[1])
-            self._start, self._used, self._open = k, 0, namespace(v).zeros((most, v.shape[1]), v.dtype)
-        self._open[self._used : self._used + len(v), k - self._start :] = v
-        self._used += len(v)
-        self._taus.append(tau.copy())
+        """Keep the reflections of a panel: row i of v, from element number k of vectors on, and tau[i].
+
+        The arrays are this object's from now on.
+        """
+        self._open.append((k, v))
+        self._taus.append(tau)
         if len(self._taus) == TOGETHER:
             self.close()
 
     def close(self) -> None:
         """Put the panels that came last together."""
-        if self._open is None:
+        if not self._open:
             return
-        v, k, self._open = self._open[: self._used], self._start, None
-        t = triangle(v.conj() @ v.T, np.concatenate(self._taus))[np.triu_indices(len(v))]
-        self._taus = []
-        self._closed.append((k, self._held(v, indexer(self._rows[first(self._rows, k) :] - k)).T, t))
+        sizes = [0, *accumulate(len(v) for _, v in self._open)]
+        inner = namespace(self._open[0][1]).zeros((sizes[-1], sizes[-1]), self._open[0][1].dtype)
+        for (k, v), top in zip(self._open, sizes, strict=False):
+            for (j, w), left in zip(self._open, sizes, strict=False):
+                if left >= top:
+                    inner[top : top + len(v), left : left + len(w)] = kernels.adjoint(v[:, j - k :].T) @ w.T
+        t = triangle(inner, np.concatenate(self._taus))[np.triu_indices(len(inner))]
+        self._closed.append((self._open[0][0], self._held(sizes).T, t))
+        self._open, self._taus = [], []
 
-    def _held(self, v: np.ndarray, columns: Any) -> np.ndarray:
-        """Return these columns of v, in shared memory if there is some."""
+    def _held(self, sizes: list[int]) -> np.ndarray:
+        """Return this rank's rows of the panels, of which so many vectors begin, in shared memory if there is some."""
+        start, head = self._open[0]
+        numbers, writes, high = self._rows[first(self._rows, start) :], True, sizes[-1]
         if self._room is None:
-            found: np.ndarray = namespace(v).ascontiguousarray(v[:, columns])
-            return found
-        wide = columns.stop - columns.start if isinstance(columns, slice) else len(columns)
-        found, self._room = self._room[: len(v) * wide].reshape(len(v), wide), self._room[len(v) * wide :]
-        if self._turn % self._tiles.C == self._tiles.j:
-            found[:] = v[:, columns]
-        self._turn += 1
+            found: np.ndarray = namespace(head).empty((high, len(numbers)), head.dtype)
+        else:
+            found, self._room = self._room[: high * len(numbers)], self._room[high * len(numbers) :]
+            found, writes = found.reshape(high, len(numbers)), self._turn % self._tiles.C == self._tiles.j
+            self._turn += 1
+        for (k, v), top in zip(self._open if writes else (), sizes, strict=False):
+            left, part = first(numbers, k), found[top : top + len(v)]
+            part[:, :left] = 0
+            part[:, left:] = v[:, indexer(numbers[left:] - k)]
         return found
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:

@@ -200,9 +200,7 @@ def _decomposed(plan: LinalgPlan, m: int, n: int, complex_: bool) -> tuple[int, 
     formed = (4 if complex_ else 3) * square + _trip(plan, square, square, deal.C)
     merged = n * (together + 1) + (merged // 2 if complex_ else merged)
     b = bidiagonal.panel_size((m, n), p, None)
-    reduced = rows * columns + max(
-        _closing(n, b, m + n) + min(together, n) * rows, (3 * b + min(together, n)) * (m + n)
-    )
+    reduced = rows * columns + max(_closing(n, m + n) + min(together, n) * rows, (2 * b + min(together, n)) * (m + n))
     return rows * columns, max(kept + max(merged, formed), reduced) - rows * columns
 
 
@@ -212,7 +210,7 @@ def _eigh(plan: LinalgPlan, n: int) -> tuple[int, int]:
     rows, columns = plan.deal.most(n, n)
     tiles, square = rows * columns, n * -(-n // plan.ranks)
     b, together = min(PANEL, n), min(PANEL * TOGETHER, n)
-    reduced = tiles + max(_closing(n, b, n), (6 * b + together) * n)
+    reduced = tiles + max(_closing(n, n) + (0 if plan.near else together * rows), (2 * b + together) * n)
     kept = _kept(plan, n, rows) + n * (together + 1) // 2 + 5 * n
     step = max(divide.STRIP // 4, min(divide.STRIP, n // plan.ranks // 4))
     merged = 2 * square + 3 * n * step // 2
@@ -220,11 +218,11 @@ def _eigh(plan: LinalgPlan, n: int) -> tuple[int, int]:
     return tiles, max(reduced, kept + max(merged, formed)) - tiles
 
 
-def _closing(n: int, b: int, wide: int) -> int:
-    """Return the elements that are held while the first panels of n reflections, b at a time, are put together, with
-    the last message: a reflection has `wide` elements, on one side or two."""
+def _closing(n: int, wide: int) -> int:
+    """Return the elements that are held while the first panels of n reflections are put together: a reflection has
+    `wide` elements, on one side or two."""
     together = min(PANEL * TOGETHER, n)
-    return (together + b) * wide + 3 * together**2 // 2
+    return together * wide + 3 * together**2 // 2
 
 
 def _kept(plan: LinalgPlan, n: int, *heights: int) -> int:

@@ -93,7 +93,8 @@ def on_first_rank(n: int, grid: Grid) -> Places:
 def on_one(held: list[np.ndarray], tiles: Tiles, n: int) -> np.ndarray:
     """Return a Hessenberg matrix [n, n] on the first rank, in Fortran's order, no elements on others.  Collective.
 
-    Ranks that share memory provide equal parts of it.  The lower left quarter, of zeros, is not moved.
+    Ranks that share memory provide equal parts of it.  The lower left quarter is not moved, and has any elements:
+    LAPACK reads none of them, and replaces them by zeros of T.
 
     Parameters
     ----------
@@ -112,7 +113,6 @@ def on_one(held: list[np.ndarray], tiles: Tiles, n: int) -> np.ndarray:
     room = lasting_array(grid.everyone, n * n, parts[0].dtype, keep=False) if grid.inside else None
     size = n if grid.inside and grid.rank == 0 else 0
     found = xp.empty((size, size), parts[0].dtype) if room is None else room[: size * size].reshape(size, size)
-    found[:half, half + 1 :] = 0
     for down, across in (((0, half + 1), (0, half)), ((0, n), (half, n))):  # transposed
         have = [([x[first(x, a) : first(x, b)] for x in each]) for each, (a, b) in ((rows, down), (columns, across))]
         want = [(np.arange(*across), np.arange(*down)) if p == 0 else 2 * (rows[0][:0],) for p in range(grid.size)]

@@ -741,13 +741,20 @@ def qr(a: Block) -> tuple[Block, Block]:
         q = xp.empty((len(a), k), a.dtype)
         q[order], r = device.qr(a[order])
         return q, r
-    found, tau, _, _ = lapack("geqrf", a.dtype)(a[order])
+    found, tau, _, _ = lapack("geqrf", a.dtype)(a[order], overwrite_a=1)
+    r = np.triu(found[:k])
     generate = lapack("ungqr" if a.dtype.kind == "c" else "orgqr", a.dtype)
+    found = generate(np.asfortranarray(found[:, :k]), tau, overwrite_a=1)[0]
     q = np.empty((len(a), k), a.dtype)
-    q[order] = generate(np.asfortranarray(found[:, :k]), tau)[0]
-    return q, np.triu(found[:k])
+    q[order] = found
+    return q, r
 
 
 def adjoint(a: Block) -> Block:
     """Return the conjugate transposes of matrices [..., m, n]; no copies of real ones."""
     return a.swapaxes(-1, -2) if a.dtype.kind != "c" else a.conj().swapaxes(-1, -2)
+
+
+def conjugate(a: Block) -> Block:
+    """Return the conjugates of an array; no copy of a real one."""
+    return a.conj() if a.dtype.kind == "c" else a

@@ -185,7 +185,7 @@ def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
 def generalized_values(a: DistArray, b: DistArray, **subset: Any) -> DistArray:
     """Return the eigenvalues of A v = w B v; the arguments are those of `eigvalsh`."""
     with _overflow_named(a, b, "eigvalsh"):
-        return eigvalsh(standard(a, b, "eigvalsh")[0], **subset)
+        return eigvalsh(standard(a, b, "eigvalsh", last=True)[0], **subset)
 
 
 @contextmanager
@@ -205,8 +205,11 @@ def _overflow_named(a: DistArray, b: DistArray, name: str) -> Iterator[None]:
         ) from None
 
 
-def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArray]:
-    """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read."""
+def standard(a: DistArray, b: DistArray, name: str, last: bool = False) -> tuple[DistArray, DistArray]:
+    """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read.
+
+    If this is the `last` use of L, one matrix L may have no elements any more.
+    """
     if a.shape[-2:] != b.shape[-2:]:
         raise LinAlgError(f"{name} takes matrices a and b of one size, not of shapes {a.shape} and {b.shape}")
     if b.dtype.char in "fF" and a.dtype.char not in "fF":  # of the precision of the result
@@ -217,7 +220,8 @@ def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArra
         raise LinAlgError(f"{name} takes a positive definite b: {error}") from None
     if a.ndim == l.ndim == 2 and isinstance(a, DistArray) and isinstance(l, DistArray):
         dtype = np.result_type(a.dtype, l.dtype)
-        return congruent(a.astype(dtype), l.astype(dtype, copy=False), adjoint=False, mirror=True), l
+        l = l if l.dtype == dtype else l.astype(dtype)
+        return congruent(a.astype(dtype), l, adjoint=False, mirror=True, last=last), l
     half = solve_triangular(l, mirrored(a), lower=True)
     return solve_triangular(l, half.mT.conj(), lower=True).mT.conj(), l
 
@@ -306,8 +310,22 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
             found = _of_tall(x, alone)
         if found is None and alone:
             found = _by_first_rank(x, full_matrices)
-    if found is not None:
-        return found
+    return _by_bidiagonal(x, full_matrices) if found is None else found
+
+
+def lean_svd(x: DistArray, full_matrices: bool) -> SVDResult:
+    """Return what `svd` does of a matrix on one rank for which `by_bidiagonal` is True, with less memory.
+
+    LAPACK's `gesdd` holds three more matrices while it solves the bidiagonal one; here halves of that are solved.
+    """
+    if x.shape[0] < x.shape[1]:
+        return _turned(_by_bidiagonal(x.mT.conj(), full_matrices), x.layout.with_partial(()))
+    return _by_bidiagonal(x, full_matrices)
+
+
+def _by_bidiagonal(x: DistArray, full_matrices: bool) -> SVDResult:
+    """Return what `svd` does of a matrix [m, n] with m ≥ n by its bidiagonal form."""
+    (m, n), layout = x.shape, x.layout.with_partial(())
     reduced, scale, q = _bidiagonal([x], "svd")
     tiles, top = reduced.tiles, reduced.shape[0]
     values, left, right = bidiagonal.vectors(reduced)

@@ -175,7 +175,6 @@ def _scattered(product: DeferredGemm, dim: int, lengths: Sequence[int], memory: 
     me, starts = comm.rank, [0, *accumulate(lengths)]
     shape = (*product.shape[:dim], lengths[me], *product.shape[dim + 1 :])
     out = backend_of(product.a).empty(shape, product.dtype)
-    own = out if me == 0 or comm.size == 2 else backend_of(out).empty(out.shape, out.dtype)
 
     def term(to: int, sender: int) -> Block:
         part = (*product.shape[:dim], lengths[to], *product.shape[dim + 1 :])
@@ -185,12 +184,10 @@ def _scattered(product: DeferredGemm, dim: int, lengths: Sequence[int], memory: 
     for to in sorted(range(comm.size), key=lambda to: to == me):
         start, stop = starts[to], starts[to + 1]
         part = product.part(dim, start, stop) if formed is None else formed[(*(slice(None),) * dim, slice(start, stop))]
-        copy_or_add(part, own if to == me else term(to, me))
+        copy_or_add(part, out if to == me else term(to, me))
     comm.barrier()
-    terms = [own if sender == me else term(me, sender) for sender in range(comm.size)]
-    if comm.size == 2 and me == 1:
-        terms.reverse()  # the sum of two terms has the same bits either way
-    _sum(terms, out)
+    terms = [term(me, sender) for sender in range(comm.size) if sender != me]
+    _sum(terms[:me], terms[me:], out)
     comm.count("reduce_scatter", math.prod(product.shape) - out.size, out.itemsize)
     return out
 
@@ -203,13 +200,17 @@ def _only(op: str, src: Layout, dst: Layout, grid: Grid) -> Step | None:
     return steps[0] if len(steps) == 1 and steps[0].op == op else None
 
 
-def _sum(terms: list[Block], out: Block) -> None:
-    """Write the sum of the terms, in their order, to `out`; the first may be `out` itself."""
+def _sum(before: list[Block], behind: list[Block], out: Block) -> None:
+    """Add the terms before and behind that of `out` to it, so that all are summed in their order.
+
+    The first term is overwritten; to exchange the two terms of a sum changes no bit.
+    """
     rows = max(1, CHUNK // max(1, math.prod(out.shape[1:])))
     for start in range(0, len(out), rows):
         part = slice(start, start + rows)
+        for term in before[1:]:
+            head = before[0][part]
+            head += term[part]
         total = out[part]
-        if terms[0] is not out:
-            total[...] = terms[0][part]
-        for term in terms[1:]:
+        for term in (*before[:1], *behind):
             total += term[part]

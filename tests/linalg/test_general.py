@@ -12,6 +12,7 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, planner, spectral
+from parlinalg.linalg.hessenberg import schur_form
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, norm, random
 from tests.linalg.test_spectral import cases, ratio
@@ -112,6 +113,24 @@ def test_hessenberg_forms(grid):
         ratio(norm(q.conj().T @ q - np.eye(n)), 1, n, dtype, (name, n, dtype, "Q"))
         same(linalg.hessenberg(x), h, 0)
         np.testing.assert_array_equal(x.gather(), a)  # not overwritten
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [3, 4, 12, 49, 80, 150])
+def test_elements_below_a_hessenberg_form_are_not_read(n, dtype):
+    """The lower left quarter is not moved to the rank that finds the Schur form: LAPACK does without it."""
+    h = np.triu(random((n, n), dtype, np.random.default_rng(3)), -1)
+    given = h.copy()
+    given[n // 2 + 1 :, : n // 2] = np.nan
+    for vectors in (True, False):
+        t, z, values, failed = schur_form(np.asfortranarray(h), vectors)
+        *found, info = schur_form(np.asfortranarray(given), vectors)
+        assert failed == info == 0
+        assert np.array_equal(found[2], values)
+        if vectors:
+            assert np.array_equal(found[0], t)
+            assert np.array_equal(found[1], z)
 
 
 @pytest.mark.parametrize("stacks", [(1,), (3, 4), (0,)])
