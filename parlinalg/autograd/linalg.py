@@ -391,14 +391,14 @@ _wide_r = known(
 
 def of_qr(
     x: Any, q: DistArray, r: DistArray, p: DistArray | None
-) -> tuple[Callable[[DistArray], Tensor], Callable[..., Tensor]]:
+) -> tuple[Callable[[DistArray], Any], Callable[[], Any]]:
     """Return the functions that record Q, or first columns of it, and R of a tensor."""
     k = min(q.shape[-2], r.shape[-1])
     solved = _over_r(x, unformed(q, q.shape[-2], k), r, p)
     z = _by_q(solved, unformed(r.mT, k, k), q)
     m = _hermitian_part(z, unformed(r.mT, k, k))
 
-    def record_r() -> Tensor:
+    def record_r() -> Any:
         return _r(m, r, r) if r.shape[-1] == k else _wide_r(x, z, m, r, q, r, p)
 
     return lambda found: _q(solved, m, found, q), record_r

@@ -220,7 +220,11 @@ class Tridiagonal(Reduction):
         half.update(k + b, both)
         if not self.keep:
             return None
-        return np.concatenate([both[::2, at[k:]], tau[:, None]], axis=1)
+        found = xp.empty((b, m + 1), dtype)
+        for line, v in zip(found, both[::2], strict=True):  # one by one, so that no other copy is there
+            line[:-1] = v[at[k:]]
+        found[:, -1] = tau
+        return found
 
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
@@ -518,10 +522,9 @@ class _Rectangle:
         top, left = (first(numbers, k) for numbers in self.numbers)
         rows, columns = (self.at[numbers[start:]] for numbers, start in zip(self.numbers, (top, left), strict=True))
         swapped = _swapped(both, columns)
-        for start in range(0, len(rows), STRIP):
-            kernels.subtract(
-                self.a[top + start : top + start + STRIP, left:], both[:, rows[start : start + STRIP]].T, swapped
-            )
+        for start in range(0, len(rows), STRIP // 2):
+            at = slice(top + start, top + start + STRIP // 2)
+            kernels.subtract(self.a[at, left:], both[:, rows[start : start + STRIP // 2]].T, swapped)
 
 
 class _Triangle:
@@ -565,9 +568,11 @@ class _Triangle:
 
 def _swapped(both: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the conjugates of these columns, the two rows of each pair in the other's place."""
-    rows = np.arange(len(both)).reshape(-1, 2)[:, ::-1].reshape(-1, 1)
-    found: np.ndarray = both[rows, columns]
-    return kernels.conjugate(found)
+    found = namespace(both).empty((len(both), len(columns)), both.dtype)
+    for start in (0, 1):
+        for line, row in zip(found[1 - start :: 2], both[start::2], strict=True):
+            line[:] = kernels.conjugate(row[columns])
+    return found
 
 
 def _run(numbers: np.ndarray) -> Any:
