@@ -401,7 +401,7 @@ def _principal(t: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
         if least < -NEGLIGIBLE * rounding:
             return t, least
         t[negative, negative] = 0
-    return _root(t, rounding), 0.0
+    return _root(t, NEGLIGIBLE * rounding), 0.0
 
 
 def _root(t: np.ndarray, rounding: float) -> np.ndarray:

@@ -883,7 +883,6 @@ def _bidiagonal(
         t = kernels.in_columns(x.summed().block).T
     else:
         t = tiles.bring_to(x, want, host=True, out=rooms_of_few(x.grid, deal, [want], x.dtype)[0])
-        t = t.T if x.grid.size == 1 else t
     del x
     scale = scaled(tiles, [t], t.dtype, name)
     held = [t]

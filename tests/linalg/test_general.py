@@ -269,7 +269,7 @@ def test_expm_of_stacks_out_of_range(grid):
     many = np.concatenate([a] * grid.size)
     stack = linalg.expm(pla.distribute(many, grid, Layout(grid.axes, None, None))).gather()
     for x, y in zip(stack, single * grid.size, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-300)
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-300)
     assert linalg.expm(pla.zeros((0, 3, 3), grid)).shape == (0, 3, 3)
     assert linalg.expm(pla.zeros((4, 0, 0), grid)).shape == (4, 0, 0)
     with pytest.raises(ValueError, match="expm takes finite numbers"):
