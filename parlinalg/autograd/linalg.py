@@ -134,7 +134,7 @@ def known(name: str, parameters: str, **rules: Any) -> Any:
 
 
 def unformed(like: DistArray, rows: int, columns: int) -> DistArray:
-    """Return a stand-in for matrices [..., rows, columns] that lie like others: a step of a rule, never formed."""
+    """Return a stand-in for matrices [..., rows, columns] in the layout of `like`: steps of a rule, never formed."""
     empty = like.grid.backend.empty((0,) * like.ndim, like.dtype)
     return DistArray(empty, (*like.shape[:-2], rows, columns), like.layout.with_partial(()), like.grid)
 

@@ -300,7 +300,7 @@ class Comm(ABC):
 
     @property
     def packs(self) -> bool:
-        """True if calls that start together are packed into one, false if they need no copies."""
+        """True if calls that start together have to be packed into one, which copies them."""
         return True
 
     def _joins(self, whole: Block) -> bool:

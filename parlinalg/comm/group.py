@@ -83,7 +83,7 @@ class Group:
         return handle
 
     def start(self) -> None:
-        """Start what waits."""
+        """Start the calls that wait."""
         waiting, self._waiting, self.nbytes = self._waiting, {}, 0
         for (comm, op, _, reduction), joined in waiting.items():
             whole = comm.start_together(op, [call for call, _ in joined], reduction)
@@ -102,7 +102,7 @@ class Group:
 
 
 def start_packed(comm: Comm, op: str, calls: Sequence[Call], counts: Sequence[int], reduction: str) -> Handle:
-    """Start all-gathers or reduce-scatters as one, of blocks side by side, in which each rank has so many elements."""
+    """Start all-gathers or reduce-scatters as one call on packed blocks, of which each rank has `counts` elements."""
     dtype, backend = calls[0].send.dtype, backend_of(calls[0].send)
     flat = backend.empty((sum(counts),), dtype)
     if op == "all_gather":

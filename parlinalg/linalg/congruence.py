@@ -217,7 +217,7 @@ def _mirror(x: Any, places: Places, grid: Grid, *, upper: bool) -> None:
 
 
 def _part(numbers: Numbers, part: int, of: int) -> Numbers:
-    """Return one part of so many equal ones of some numbers."""
+    """Return part number `part` of `of` equal parts of numbers."""
     return numbers[len(numbers) * part // of : len(numbers) * (part + 1) // of].copy()
 
 

@@ -314,7 +314,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
 
 
 def lean_svd(x: DistArray, full_matrices: bool) -> SVDResult:
-    """Return what `svd` does of a matrix on one rank for which `by_bidiagonal` is True, with less memory.
+    """Decompose a matrix on one rank as `svd` does, in less memory; `by_bidiagonal` is True for it.
 
     LAPACK's `gesdd` holds three more matrices while it solves the bidiagonal one; here halves of that are solved.
     """
@@ -324,7 +324,7 @@ def lean_svd(x: DistArray, full_matrices: bool) -> SVDResult:
 
 
 def _by_bidiagonal(x: DistArray, full_matrices: bool) -> SVDResult:
-    """Return what `svd` does of a matrix [m, n] with m ≥ n by its bidiagonal form."""
+    """Return the singular value decomposition of a matrix [m, n], m ≥ n, by its bidiagonal form."""
     (m, n), layout = x.shape, x.layout.with_partial(())
     reduced, scale, q = _bidiagonal([x], "svd")
     tiles, top = reduced.tiles, reduced.shape[0]

@@ -675,7 +675,7 @@ def trace_part(
 
 
 def _gathered_at_once(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with ZeRO's gathers at the end of a step, to which its traces count them.
+    """Return the configuration with ZeRO's gathers at the end of a step, where traces count them.
 
     Gathers that overlap the next forward pass (`overlap_gather`) take the same words, and no more time.
     """
