@@ -485,9 +485,7 @@ class _Run:
         speeds = [self._speed(rank, rates) if rank.at_work is not None else 0.0 for rank in self.ranks]
         drives = {op: self._drive(op) for op in self.flying}
         self.now += seconds
-        for op in list(self.flying):
-            if op.begun == math.inf:
-                continue
+        for op in [op for op in self.flying if op.begun < math.inf]:  # none that begins now, when another one ends
             rate, used = rates.get(op, 0.0), 0.0
             if self._latent(op):
                 used = seconds * drives[op]

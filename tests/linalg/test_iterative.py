@@ -356,7 +356,7 @@ def test_stacks_of_systems(grid, lead, dtype):
     b[..., 0] = 0 if lead == (3,) else b[..., 0]  # solved at once
     mixed, odd = a - 11.3 * np.eye(n, dtype=dtype), a + random(n, n, dtype=dtype, seed=5)
     inverse = np.linalg.inv(a) + 1e-3 * np.eye(n, dtype=dtype)
-    options = {"rtol": error / 100, "maxiter": 300}
+    options = {"rtol": error / (20 if dtype == "complex64" else 100), "maxiter": 300}  # within rounding of any kernels
     for seed in range(2):
         B, A, M = placed(grid, b, 5 * seed + 1), placed(grid, a, 7 * seed + 2), placed(grid, inverse, seed)
         for function, matrix, more in (

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import parlinalg as pla
@@ -391,8 +391,18 @@ MACHINES = [
 ]  # fmt: skip
 
 
+def test_each_operation_in_a_row_takes_its_latency() -> None:
+    found = run(gather(0, 0.5, axis="a"), gather(1, 0.001, axis="a"), Wait(0), Wait(1), latency=0.05)
+    assert found.seconds == pytest.approx(0.05 + 0.5 + 0.05 + 0.001)
+
+
+EMPTY_LAST = [gather(0, 0.5, axis="a"), Start(1, "all_gather", ("a",), (0, 1), 0), Wait(0), Wait(1)]
+"""The second operation has no bytes, waits for the first one of the same ranks, and ends with it."""
+
+
 @settings(max_examples=60, derandomize=True, database=None, deadline=None)
 @given(programs(), st.sampled_from(MACHINES))
+@example(EMPTY_LAST, {})
 def test_bounds(events: list[Event], figures: dict[str, float | str]) -> None:
     """A step takes as long as its computing at least, and as computing and all communication one by one at most."""
     machine = round_machine(**figures)
