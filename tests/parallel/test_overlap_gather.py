@@ -19,7 +19,7 @@ from parlinalg.train.checkpoint_pieces import pieces_of
 from tests.conftest import BACKEND
 from tests.launching import launch as start
 from tests.models import loss_of, make
-from tests.parallel.test_zero import LIMITS, go_on, with_data
+from tests.parallel.test_zero import LIMITS, check_steps_with_masters, go_on, with_data
 from tests.training import sizes_for
 
 L = pla.Layout
@@ -148,16 +148,7 @@ def test_sixteen_bits_with_masters(late, make_grid, world):
             for n in (7, 5, 13)
         ]
         starts = [p.gather() for p in ps]
-        GradientReducer(ps, [ZeRO(2, overlap_gather=overlap)], first_bucket=1, bucket=20, dtype="float32")
-        update = optim.SGD(ps, 1.0, master=True)
-        x = pla.distribute(np.arange(1.0, 4.0)[:, None], grid, L("data", None))
-        for _ in range(2):
-            first, *rest = ((x.astype(p.dtype) * p).astype("float64").sum() for p in ps)
-            sum(rest, first).backward()
-            update.step()
-            update.zero_grad()
-        for p, begun in zip(ps, starts, strict=True):
-            np.testing.assert_array_equal(p.gather(), (begun.astype(float) - 12).astype(p.dtype))
+        check_steps_with_masters(ps, starts, grid, [ZeRO(2, overlap_gather=overlap)], "float32")
 
 
 # ------------------------------------------------------------------ when they are awaited

@@ -220,6 +220,20 @@ def test_shards_come_and_go_with_the_states(make_grid, world):
     np.testing.assert_allclose(losses, want, rtol=1e-12)
 
 
+def check_steps_with_masters(ps, starts, grid, handlers, dtype):
+    """Two steps whose gradients are 6, in any bits, take 12 from every element."""
+    GradientReducer(ps, handlers, first_bucket=1, bucket=20, dtype=dtype)
+    update = optim.SGD(ps, 1.0, master=True)
+    x = pla.distribute(np.arange(1.0, 4.0)[:, None], grid, L("data", None))
+    for _ in range(2):
+        first, *rest = ((x.astype(p.dtype) * p).astype("float64").sum() for p in ps)
+        sum(rest, first).backward()
+        update.step()
+        update.zero_grad()
+    for p, start in zip(ps, starts, strict=True):
+        np.testing.assert_array_equal(p.gather(), (start.astype(float) - 12).astype(p.dtype))
+
+
 def test_several_dtypes_and_gradients_that_travel_in_16_bits(make_grid, world):
     """Masters of 16-bit values, sums formed in 32: as of gradients that no rank rounds, to 16 bits."""
     grid = make_grid({"data": world.size})
@@ -228,16 +242,7 @@ def test_several_dtypes_and_gradients_that_travel_in_16_bits(make_grid, world):
     starts = [rng.normal(size=n).astype(t) for n, t in kinds]
     for dtype, handlers in (("bfloat16", [ZeRO(2)]), ("float32", [ZeRO(1)]), ("float16", [])):
         ps = [pla.Parameter(pla.distribute(s, grid, L(None)), f"p{i}") for i, s in enumerate(starts)]
-        GradientReducer(ps, handlers, first_bucket=1, bucket=20, dtype=dtype)
-        update = optim.SGD(ps, 1.0, master=True)
-        x = pla.distribute(np.arange(1.0, 4.0)[:, None], grid, L("data", None))
-        for _ in range(2):
-            first, *rest = ((x.astype(p.dtype) * p).astype("float64").sum() for p in ps)
-            sum(rest, first).backward()
-            update.step()
-            update.zero_grad()
-        for p, start in zip(ps, starts, strict=True):
-            np.testing.assert_array_equal(p.gather(), (start.astype(float) - 12).astype(p.dtype))
+        check_steps_with_masters(ps, starts, grid, handlers, dtype)
 
 
 @pytest.mark.parametrize("handlers", [[], [ZeRO(1)], [ZeRO(2)], [ZeRO(2, accumulate="whole")]], ids=str)
