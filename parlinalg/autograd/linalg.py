@@ -27,8 +27,12 @@ from parlinalg.autograd.primitives import as_op, constant, differentiable, refus
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.layout import Layout
-from parlinalg.linalg import congruence, factors, spectral, stacks, systems
+from parlinalg.linalg import congruence, spectral, stacks, systems
 from parlinalg.linalg.congruence import congruent, halve, over_differences
+from parlinalg.linalg.factors import Factor, Identity, PivotedQRResult, QRResult, SlogdetResult
+from parlinalg.linalg.factors.cholesky import CholeskyFactor
+from parlinalg.linalg.factors.lu import LUFactor
+from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 from parlinalg.linalg.matrices import NEGLIGIBLE, as_matrix, spend
 from parlinalg.linalg.systems import triangular_solution
@@ -219,9 +223,9 @@ def inverse_adjoint(scale: DistArray, like: Frame, factor: Any, matrices: Any) -
     if factor is None:
         return scale[..., None, None] * adjoint(linalg.inv(matrices))
     layout = Layout(*like.layout.dims[-2:])
-    if isinstance(factor, factors.CholeskyFactor | factors.LUFactor):
+    if isinstance(factor, CholeskyFactor | LUFactor):
         n = like.shape[-1]
-        return factor.solution(factors.Identity((n, n), layout, scale.summed().block), adjoint=True)
+        return factor.solution(Identity((n, n), layout, scale.summed().block), adjoint=True)
     one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=layout)
     return factor.solution(one * scale[..., None, None], adjoint=True)
 
@@ -261,22 +265,22 @@ _phase = known(
 )  # fmt: skip
 
 
-def slogdet_of(a: Tensor, factor: Any) -> factors.SlogdetResult:
+def slogdet_of(a: Tensor, factor: Any) -> SlogdetResult:
     found = linalg.slogdet(a.data) if factor is None else factor.slogdet()
     held = (factor, a.data if factor is None else None)
     sign = _phase(a, found.sign, *held) if a.dtype.kind == "c" else found.sign
-    return factors.SlogdetResult(sign, _logarithm(a, found.logabsdet, *held))
+    return SlogdetResult(sign, _logarithm(a, found.logabsdet, *held))
 
 
 @as_op(linalg.slogdet)
-def slogdet(x: Tensor, /) -> factors.SlogdetResult:
+def slogdet(x: Tensor, /) -> SlogdetResult:
     """Return the signs of the determinants and the logarithms of their sizes; real signs are constants."""
     return slogdet_of(x, factored(x, "slogdet"))
 
 
 def factored(x: Tensor, name: str) -> Any:
     """Return the LU factorization of one square matrix; None for stacks of them, and for what is none."""
-    return factors.LUFactor(x.data, name=name) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
+    return LUFactor(x.data, name=name) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
 
 
 # ------------------------------------------------------------------------------------------------ factorizations
@@ -416,7 +420,7 @@ def qr(x: Tensor, /, *, mode: str = "reduced", pivoting: bool = False) -> Any:
         return qr(x).R if wants(x) else Tensor(linalg.qr(x.data, mode="r"))
     q, r = linalg.qr(x.data, mode=mode)
     record_q, record_r = of_qr(x, q, r, None)
-    return factors.QRResult(record_q(q), record_r())
+    return QRResult(record_q(q), record_r())
 
 
 def _pivoted_qr(x: Tensor, mode: str) -> Any:
@@ -426,7 +430,7 @@ def _pivoted_qr(x: Tensor, mode: str) -> Any:
         return Tensor(r), p
     q, r, p = linalg.qr(x.data, mode="reduced" if mode == "r" else mode, pivoting=True)
     record_q, record_r = of_qr(x, q, r, p)
-    return (record_r(), p) if mode == "r" else factors.PivotedQRResult(record_q(q), record_r(), p)
+    return (record_r(), p) if mode == "r" else PivotedQRResult(record_q(q), record_r(), p)
 
 
 # ------------------------------------------------------------------------------------------------ factor objects
@@ -462,10 +466,10 @@ class TensorCholesky(TensorFactor):
         """The determinant of A."""
         return _positive_determinant(self.a, self.factor.det, self.factor)
 
-    def slogdet(self) -> factors.SlogdetResult:
+    def slogdet(self) -> SlogdetResult:
         """Return the sign of the determinant, which is 1, and the logarithm of its size."""
         sign, log = self.factor.slogdet()
-        return factors.SlogdetResult(sign, _logarithm(self.a, log, self.factor, None))
+        return SlogdetResult(sign, _logarithm(self.a, log, self.factor, None))
 
     def solve(self, b: Any) -> Tensor:
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
@@ -496,7 +500,7 @@ class TensorLU(TensorFactor):
         """The determinant of A."""
         return determinant_of(self.a, self.factor if self.a.ndim == 2 else None)
 
-    def slogdet(self) -> factors.SlogdetResult:
+    def slogdet(self) -> SlogdetResult:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
         return slogdet_of(self.a, self.factor if self.a.ndim == 2 else None)
 
@@ -536,11 +540,9 @@ class TensorQR(TensorFactor):
 
 
 # A factorization of an array solves for tensors too, of which it is a constant.
-as_op(factors.LUFactor.solve, stacks.LUStack.solve)(
-    lambda factor, b, adjoint=False: TensorLU(None, factor).solve(b, adjoint)
-)
-as_op(factors.Factor.solve)(lambda factor, b: TensorCholesky(None, factor).solve(b))
-as_op(factors.QRFactor.solve, stacks.QRStack.solve)(lambda factor, b: TensorQR(None, factor).solve(b))
+as_op(LUFactor.solve, stacks.LUStack.solve)(lambda factor, b, adjoint=False: TensorLU(None, factor).solve(b, adjoint))
+as_op(Factor.solve)(lambda factor, b: TensorCholesky(None, factor).solve(b))
+as_op(QRFactor.solve, stacks.QRStack.solve)(lambda factor, b: TensorQR(None, factor).solve(b))
 
 as_op(linalg.cho_factor)(
     lambda a, block=None, *, depth=None: TensorCholesky(a, linalg.cho_factor(a.data, block, depth=depth))

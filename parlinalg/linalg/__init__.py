@@ -26,7 +26,9 @@ from parlinalg.array.namespace import (
 from parlinalg.array.reductions import extreme_size
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import cho_factor, cho_solve, cholesky, lu, lu_factor, lu_solve, qr, qr_factor
+from parlinalg.linalg.factors.cholesky import cho_factor, cho_solve, cholesky
+from parlinalg.linalg.factors.lu import lu, lu_factor, lu_solve
+from parlinalg.linalg.factors.qr import qr, qr_factor
 from parlinalg.linalg.general import eig, eigvals, hessenberg, schur
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds

@@ -21,7 +21,8 @@ from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import LUFactor, qr
+from parlinalg.linalg.factors.lu import LUFactor
+from parlinalg.linalg.factors.qr import qr
 from parlinalg.linalg.matrices import LinAlgError, distributed, naming, real_number
 from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
 from parlinalg.linalg.tiles import worst

@@ -22,7 +22,8 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.bidiagonal import assumed_rank
-from parlinalg.linalg.factors import QRFactor, by_rows
+from parlinalg.linalg.factors.qr import QRFactor
+from parlinalg.linalg.factors.tall import by_rows
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_nonfinite, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized

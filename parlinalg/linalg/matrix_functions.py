@@ -16,7 +16,9 @@ from parlinalg.backend import namespace, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import cut_lengths
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import LUFactor, QRFactor, divided, q_above_identity
+from parlinalg.linalg.factors.cholesky import divided
+from parlinalg.linalg.factors.lu import LUFactor
+from parlinalg.linalg.factors.qr import QRFactor, q_above_identity
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_nonfinite

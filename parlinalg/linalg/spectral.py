@@ -26,7 +26,10 @@ from parlinalg.linalg.congruence import congruent
 from parlinalg.linalg.costs import small_triangle
 from parlinalg.linalg.divide import LEAF, SIDES, tridiagonal_vectors
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, rooms_of_few, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import LUFactor, QRFactor, by_qr_first, cho_factor, cholesky, completed, nearly_q, tall_r
+from parlinalg.linalg.factors.cholesky import cho_factor, cholesky
+from parlinalg.linalg.factors.lu import LUFactor
+from parlinalg.linalg.factors.qr import QRFactor, by_qr_first, completed
+from parlinalg.linalg.factors.tall import nearly_q, tall_r
 from parlinalg.linalg.matrices import (
     NONFINITE,
     LinAlgError,

@@ -22,7 +22,10 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.factors import CholeskyFactor, Factor, LUFactor, QRFactor, SlogdetResult
+from parlinalg.linalg.factors import Factor, SlogdetResult
+from parlinalg.linalg.factors.cholesky import CholeskyFactor
+from parlinalg.linalg.factors.lu import LUFactor
+from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.lu import determinant
 from parlinalg.linalg.matrices import (
     INDEFINITE,

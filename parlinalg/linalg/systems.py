@@ -14,7 +14,8 @@ from parlinalg.array.namespace import tril, triu
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.factors import Factor, Identity, LUFactor, SlogdetResult
+from parlinalg.linalg.factors import Factor, Identity, SlogdetResult
+from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.krylov import gmres
 from parlinalg.linalg.matrices import (
     SINGULAR,

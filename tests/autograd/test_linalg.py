@@ -10,7 +10,10 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Grid, Layout, Tensor, linalg
-from parlinalg.linalg import factors, kernels, spectral, systems
+from parlinalg.linalg import kernels, spectral, systems
+from parlinalg.linalg.factors import cholesky as cholesky_factors
+from parlinalg.linalg.factors import lu as lu_factors
+from parlinalg.linalg.factors import qr as qr_factors
 from tests.autograd.cases import close, cut, numbers, tensor, value_and_gradients
 from tests.autograd.decompositions import EXAMPLES, hermitian, polar, positive, projection, spaced, whole
 from tests.autograd.test_functions import LAYOUTS, Case
@@ -225,7 +228,9 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.times = 0
         for home, names in (
-            (factors, ("LU", "QR", "Cholesky", "batches")),
+            (lu_factors, ("LU",)),
+            (qr_factors, ("QR", "batches")),
+            (cholesky_factors, ("Cholesky", "batches")),
             (kernels, ("lower",)),  # in place of Cholesky on one GPU
             (systems, ("batches",)),
             (spectral, ("Tridiagonal", "Bidiagonal", "batches", "_from_first_rank")),

@@ -17,8 +17,9 @@ from parlinalg import linalg, tunables
 from parlinalg.backend import blas
 from parlinalg.comm.shared import shared_array
 from parlinalg.layout import Layout
-from parlinalg.linalg import factors, kernels, systems, tile_sizes, tiles, triangular
+from parlinalg.linalg import kernels, systems, tile_sizes, tiles, triangular
 from parlinalg.linalg.cholesky import SharedCholesky
+from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.lu import parity
 from tests.cases import check, grids, layouts, same
 
@@ -840,7 +841,7 @@ def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
     """Factors of half the precision; of full precision only where the others do not help."""
     n, rng, made = 23, np.random.default_rng(3), []
 
-    class Seen(factors.LUFactor):
+    class Seen(LUFactor):
         def __init__(self, a, *args, **options):
             made.append(a.dtype.name)
             super().__init__(a, *args, **options)

@@ -8,7 +8,8 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import divide, factors, least_squares, spectral
+from parlinalg.linalg import divide, least_squares, spectral
+from parlinalg.linalg.factors.qr import QRFactor
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, LOWER, eps, random
 
@@ -233,7 +234,7 @@ def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
     """Factors of half the precision; of full precision only where the rank would be in doubt."""
     rng, made = np.random.default_rng(4), []
 
-    class Seen(factors.QRFactor):
+    class Seen(QRFactor):
         def __init__(self, a, *args, **options):
             made.append(a.dtype.name)
             super().__init__(a, *args, **options)

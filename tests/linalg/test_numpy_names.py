@@ -12,7 +12,9 @@ import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.array import namespace
 from parlinalg.array.dispatch import flags_of
-from parlinalg.linalg import factors, kernels
+from parlinalg.linalg import kernels
+from parlinalg.linalg.factors import lu as lu_factors
+from parlinalg.linalg.factors import qr as qr_factors
 from tests.cases import grids, layouts, same, terms
 
 pytestmark = pytest.mark.one_in(8)
@@ -113,8 +115,8 @@ def test_r_alone(grid, shape, monkeypatch):
     def refused(*args, **kwargs):
         raise AssertionError("Q is computed")
 
-    monkeypatch.setattr(factors.QRFactor, "Q", refused)
-    monkeypatch.setattr(factors, "tall_qr", refused)
+    monkeypatch.setattr(qr_factors.QRFactor, "Q", refused)
+    monkeypatch.setattr(qr_factors, "tall_qr", refused)
     for found in (np.linalg.qr(x, mode="r"), linalg.qr(x, mode="r")):
         assert found.layout == want.layout
         same(found, want.gather(), 1e-13)
@@ -395,7 +397,7 @@ def test_condition_numbers_of_an_inverse_in_parts(grid, dtype, monkeypatch):
     """The norm of the inverse is NumPy's, in one part of columns or several, of narrow and wide parts."""
     tiny = np.finfo(dtype).eps
     for n, narrow in ((1, 1), (2, 1), (7, 2), (45, 9), (90, 80), (150, 36)):
-        monkeypatch.setattr(factors, "NARROW", narrow)
+        monkeypatch.setattr(lu_factors, "NARROW", narrow)
         a = (random(n, n, dtype=dtype) / np.sqrt(n) + 3 * np.eye(n)).astype(dtype)
         a[: n // 2] *= a.real.dtype.type(0.1)
         x = placed(grid, a, 1)

@@ -10,9 +10,10 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, least_squares, matrices, spectral, systems, triangular
+from parlinalg.linalg import divide, least_squares, matrices, spectral, systems, triangular
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.eigh import workers
+from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, Tiles, depths
 from tests.cases import grids, layouts
@@ -208,7 +209,7 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
         sides = int(rng.integers(6))
         b = pla.distribute(random((shape[0], sides), dtype, rng), grid, other)
         with pla.ledger(grid) as book:
-            factor = factors.QRFactor(x, b=b)
+            factor = QRFactor(x, b=b)
         others, costs = set().union(*grid.world.share(factor._work.trees)), counting(grid, deal)
         formulas.qr_factor(costs, layout, shape, trees=others, extra=sides, extra_layout=other)
         equal(book, costs, grid, (shape, deal, layout, "right-hand sides"))
@@ -264,7 +265,7 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
         trees = set()
         if not (formulas.by_gram(shape, grid.size) and sound):
             high = (a.conj().T if m < n else a), (layout.dims[::-1] if m < n else layout.dims)
-            factor = factors.QRFactor(pla.distribute(high[0], grid, Layout(*high[1])), b=b if m >= n else None)
+            factor = QRFactor(pla.distribute(high[0], grid, Layout(*high[1])), b=b if m >= n else None)
             trees = set().union(*grid.world.share(factor._work.trees))
         costs = formulas.lstsq(
             counting(grid, deal, dtype), layout, shape, sides, other, values=Deal(tiles.sizes, tiles.size, tiles.shape),
@@ -330,7 +331,7 @@ def test_svd(grid, dtype, deals, monkeypatch, alone):
         x, trees = pla.distribute(a, grid, layout), set()
         if by_qr(shape):
             long = x if shape[0] > shape[1] else x.mT.conj()
-            trees = set().union(*grid.world.share(factors.QRFactor(long)._work.trees))
+            trees = set().union(*grid.world.share(QRFactor(long)._work.trees))
         kept = []
         monkeypatch.setattr(divide, "_deflated", lambda *args, kept=kept: kept.append(deflated(*args)) or kept[-1])
         with pla.ledger(grid) as book:
