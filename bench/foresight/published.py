@@ -53,7 +53,8 @@ from systems import (  # noqa: E402
 )
 
 from parlinalg.planning.machine import Machine, load_machine  # noqa: E402
-from parlinalg.planning.parts import Inputs, Part, trace_part  # noqa: E402
+from parlinalg.planning.part_traces import trace_part  # noqa: E402
+from parlinalg.planning.parts import Inputs, Part  # noqa: E402
 from parlinalg.planning.timeline import timeline  # noqa: E402
 from parlinalg.planning.trace import Start  # noqa: E402
 from parlinalg.train.config import parse  # noqa: E402

@@ -1,6 +1,6 @@
 """A model on the ranks of a machine: its layers, its meshes, and the traces that candidates have in common.
 
-`Bounds` and `Predictor` ask it for parts (`parlinalg.planning.parts`): a layer on one copy of the model or on all of
+`Bounds` and `Predictor` ask it for parts (`parlinalg.planning.part_traces`): a layer on one copy of the model or on all of
 them, or all layers of a stage.  A part is traced and timed once, however many candidates have it.
 """
 
@@ -20,19 +20,8 @@ from parlinalg.pipeline.schedules import make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Dependencies
 from parlinalg.planning.candidates import SCHEDULES, Candidate, Offload, given_offload
 from parlinalg.planning.machine import Machine
-from parlinalg.planning.parts import (
-    Inputs,
-    LayerOutput,
-    NextPasses,
-    Part,
-    Rest,
-    declared,
-    elements_of_experts,
-    layer_keys,
-    ties,
-    trace_part,
-    warn,
-)
+from parlinalg.planning.part_traces import declared, elements_of_experts, layer_keys, ties, trace_part, warn
+from parlinalg.planning.parts import Inputs, LayerOutput, NextPasses, Part, Rest
 from parlinalg.planning.timeline import Timeline, timeline
 from parlinalg.planning.trace import Trace
 from parlinalg.train.choices import LANGUAGE

@@ -14,7 +14,8 @@ from parlinalg.autograd import ops
 from parlinalg.parallel import GradientReducer, ZeRO, zero
 from parlinalg.planning import trace as events
 from parlinalg.planning.imagine import imagine
-from parlinalg.planning.parts import Inputs, trace_part
+from parlinalg.planning.part_traces import trace_part
+from parlinalg.planning.parts import Inputs
 from parlinalg.planning.timeline import timeline
 from parlinalg.planning.trace import Gemm, Kernel, Span, Start, Wait
 from parlinalg.train.config import parse

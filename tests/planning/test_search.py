@@ -32,13 +32,14 @@ from parlinalg.optim import Muon
 from parlinalg.pipeline.schedule import AHEAD, FLUSHED, Op
 from parlinalg.pipeline.schedules import discover, make_schedule, of_fewer
 from parlinalg.pipeline.simulate import Costs
-from parlinalg.planning import parts, search
+from parlinalg.planning import part_traces, search
 from parlinalg.planning.auto import summary
 from parlinalg.planning.bounds import Bounds
 from parlinalg.planning.candidates import SCHEDULES, Candidate, MeshShape, Space, offload_sets
 from parlinalg.planning.guesses import Guess, Guesses
 from parlinalg.planning.machine import load_machine, machine_text, parse_machine, product_seconds
-from parlinalg.planning.parts import Inputs, NextPasses, NoDisk, host_tiles, trace_part
+from parlinalg.planning.part_traces import NoDisk, trace_part
+from parlinalg.planning.parts import Inputs, NextPasses, Rest, host_tiles
 from parlinalg.planning.predictor import Held, Predictor
 from parlinalg.planning.trace import Gemm, cut
 from parlinalg.planning.traced_model import TracedModel, dependencies, following
@@ -1802,11 +1803,11 @@ def test_ranks_whose_states_and_homes_are_uneven_fit_too(name, parallel, length,
         return trace_part(config, Inputs.of(config), ranks, 8, probe=False).peak
 
     planned = peak()
-    run = parts._Run
-    for method, value in (("fuller", parts.Rest(0, 0, 0)), ("beyond", 0), ("beside_of_fullest", 0)):
+    run = part_traces._Run
+    for method, value in (("fuller", Rest(0, 0, 0)), ("beyond", 0), ("beside_of_fullest", 0)):
         monkeypatch.setattr(run, method, lambda *_, value=value: value, raising=False)
     own = []
     for rank in range(ranks):
-        monkeypatch.setattr(parts, "busiest", lambda _, rank=rank: rank)
+        monkeypatch.setattr(part_traces, "busiest", lambda _, rank=rank: rank)
         own.append(peak())
     assert 0.995 * max(own) < planned < 1.07 * max(own)
