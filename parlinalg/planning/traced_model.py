@@ -1,6 +1,6 @@
 """A model on the ranks of a machine: its layers, its meshes, and the traces that candidates have in common.
 
-`Bounds` and `Predictor` ask it for parts (`parlinalg.planning.part_traces`): a layer on one copy of the model or on all of
+`Bounds` and `Predictor` ask it for parts (`parlinalg.planning.parts`): a layer on one copy of the model or on all of
 them, or all layers of a stage.  A part is traced and timed once, however many candidates have it.
 """
 
