@@ -44,12 +44,13 @@ from parlinalg.units import format_bytes, parse_bytes
 __all__ = ["plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
-TRACES = 160  # of parts, for more than that
+TRACES = 320  # of parts, for more than that
 EVENTS = 800_000  # that they have at most, beyond which no further one is begun: those of long rings are many
 EVENTS_FULL = 400_000  # likewise of traces in full
 PROOF = 1_500_000  # events that a proof is foreseen to trace, beyond which it is beyond reach too
 PROVE = 1_000_000  # events after which it ends, if it takes more than was foreseen: about a minute
 BEAM = 4  # of the fastest meshes that are varied in a round
+CLOSE = 1.25  # the fastest mesh of a kind is varied too if it is at most so many times slower than the fastest
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
@@ -517,33 +518,41 @@ class _Search:
         varied: set[Candidate] = set()
         for _ in range(ROUNDS):
             first: dict[MeshShape, Planned] = {}
-            for p in self._fitting():
-                if len(first) < BEAM:
+            kinds: set[str] = set()
+            for p in (fitting := self._fitting()):
+                kind = _kind(p.candidate.mesh)
+                if len(first) < BEAM or (kind not in kinds and p.seconds <= CLOSE * fitting[0].seconds):
                     first.setdefault(p.candidate.mesh, p)
+                kinds.add(kind)
             own = self.space.offload
             new = [p.candidate for p in first.values() if replace(p.candidate, offload=own) not in varied]
             if not new or self._tired():
                 return
             for i, chosen in enumerate(new):
-                best = replace(chosen, offload=own)
-                varied.add(best)
-                steps = list(self.space.steps(best.mesh))
-                again = self.space.recompute
-                for c in steps:
-                    near = _one_apart(c, best, self.space.counts(c.mesh)) and (i == 0 or c.order == best.order)
-                    more = again.index(c.recompute) > again.index(best.recompute)  # slower, and not needed to fit
-                    if not near or (more and chosen == best) or self._tired():
-                        continue
-                    found = self._estimate(c)
-                    if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
-                        self._reschedule(c, found, steps)
+                varied.add(replace(chosen, offload=own))
+                self._vary(chosen, orders=i == 0)
+            for chosen in new:
                 known = {e.mesh for e in self.estimated}
                 likely = self._corrected(
-                    {m: g for m, g in guessed.items() if m not in known and _near(m, best.mesh)}, guessed
+                    {m: g for m, g in guessed.items() if m not in known and _near(m, chosen.mesh)}, guessed
                 )
                 for mesh in _by_guess(likely, likely)[:NEAR]:
                     if not self._tired():
                         self._begin(mesh, guessed[mesh])
+
+    def _vary(self, chosen: Candidate, orders: bool) -> None:
+        """Estimate those of a candidate's mesh that differ from it in one choice, in the order of tokens if `orders`."""
+        best = replace(chosen, offload=self.space.offload)
+        steps = list(self.space.steps(best.mesh))
+        again = self.space.recompute
+        for c in steps:
+            near = _one_apart(c, best, self.space.counts(c.mesh)) and (orders or c.order == best.order)
+            more = again.index(c.recompute) > again.index(best.recompute)  # slower, and not needed to fit
+            if not near or (more and chosen == best) or self._tired():
+                continue
+            found = self._estimate(c)
+            if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
+                self._reschedule(c, found, steps)
 
     def _corrected(self, some: Mapping[MeshShape, Guess], guessed: Mapping[MeshShape, Guess]) -> dict[MeshShape, Guess]:
         """Return guesses as many times longer as the best estimate of their kind is than its guess; of a kind without
