@@ -104,6 +104,19 @@ def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
     assert found.traced <= every.traced == every.candidates
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("form", [{"pipeline": 4}, {"tensor": {"mode": "1d"}, "pipeline": 1}], ids=str)
+def test_no_family_has_a_faster_plan(form: Mapping[str, Any]) -> None:
+    """Among thousands of candidates a search finds one as fast as the best of some of them, looked at alone."""
+    config = {**GPT, "model": {"name": "gpt", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}}
+    config |= {"data": {"name": "text", "sequence_length": 64, "validation": 0.1}, "batch_size": 8}
+    every, few = (
+        pla.plan_training({**config, "parallel": own}, ranks=8, machine="hosts_1gbit", best=1) for own in ("auto", form)
+    )
+    assert every.candidates > 10 * few.candidates
+    assert every.best[0].seconds <= few.best[0].seconds
+
+
 @pytest.mark.one_in(3)
 def test_bounds_are_below_full_traces():
     config = {**GPT, "parallel": {"sequence": 1}, "zero": 0}
