@@ -36,6 +36,8 @@ BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
 POLL_SECONDS = 0.004
 """Seconds for which ranks compute between two polls of them."""
+DELAYED_BYTES, DELAYED_SECONDS, DELAYED = 1 << 16, 0.05, 5
+"""The bytes of a short operation in flight while ranks compute, the seconds for which they do, and how often."""
 BESIDE_SUMS, HIDDEN = (1 << 12, 1 << 18), 2.0
 """The elements of sums that are in flight while products are computed, and for how many times as long as they take."""
 TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004), 8, 1 << 16
@@ -90,7 +92,7 @@ def measured_link(
         return None
     place, across = members.index(comm.rank), len({comm.nodes[r] for r in members}) > 1
     times: dict[str, dict[tuple[int, int], list[float]]] = {op: {} for op in OPERATIONS}
-    ratios: dict[str, list[tuple[float, float]]] = {op: [] for op in BESIDE}
+    ratios: dict[str, list[tuple[float, float, float]]] = {op: [] for op in BESIDE}
     sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
     starts = [place // size * size for size in sizes]
     groups = [
@@ -121,18 +123,20 @@ def measured_link(
     bandwidth = longest / max(seconds - latency, 1e-9)
     found = {op: _operation(rows, bandwidth) for op, rows in points.items()}
     for op, passes in ratios.items():
-        beside, computing = (min(10.0, max(1.0, median(each))) for each in zip(*passes, strict=True))
-        found[op] = replace(found[op], beside=beside, computing=computing)
+        *both, delay = (median(each) for each in zip(*passes, strict=True))
+        beside, computing = (min(10.0, max(1.0, ratio)) for ratio in both)
+        found[op] = replace(found[op], beside=beside, computing=computing, delay=min(1.0, max(0.0, delay)))
     return Link(latency, bandwidth, rails, source, processor / crowd, **found)
 
 
 def _beside(
     comm: Comm, backend: Backend, group: Comm, op: str, size: int, across: bool
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float, float]:  # fmt: skip
     """Return how many times as long operations take that are in flight together, each waited for in its turn, as those
-    that are made one after the other, and how many times as long as that while their ranks compute.
+    that are made one after the other; then of operations whose ranks compute meanwhile how many times as long as that
+    their bytes take, and the seconds that one takes longer, whatever its bytes.
 
-    The second is 1 within a node, where operations advance at polls only.
+    The last two are 1 and 0 within a node, where operations advance at polls only.
     """
     nbytes = BESIDE_BYTES * size // (size - 1) // (2 if op == "all_reduce" else 1)
     calls = [[_call(group, backend, op, nbytes, wait)[0] for _ in range(4)] for wait in (True, False)]
@@ -155,10 +159,28 @@ def _beside(
 
     apart, turned = _together(comm, together), _together(comm, in_turn)
     if not across:
-        return apart / max(turned, 1e-9), 1.0
-    products = max(1, int(POLL_SECONDS / _together(comm, lambda: backend.xp.matmul(a, a))))
-    computing = _together(comm, partial(together, products))
-    return apart / max(turned, 1e-9), computing / max(apart, 1e-9)
+        return apart / max(turned, 1e-9), 1.0, 0.0
+    product = _together(comm, lambda: backend.xp.matmul(a, a))
+    computing = _together(comm, partial(together, max(1, int(POLL_SECONDS / product))))
+    short = [_call(group, backend, op, DELAYED_BYTES, wait)[0] for wait in (True, False)]
+    alone = _together(comm, short[0] if here else lambda: None)
+
+    def delayed() -> float:
+        comm.barrier()
+        for _ in range(2):  # so that all compute when it starts
+            backend.xp.matmul(a, a)
+        start, handle, found = perf_counter(), short[1]() if here else None, math.nan
+        for _ in range(math.ceil(DELAYED_SECONDS / product)):
+            backend.xp.matmul(a, a)
+            if handle is not None and handle.test():
+                handle, found = None, perf_counter() - start
+        if handle is not None:
+            handle.wait()
+            found = perf_counter() - start
+        return median(s for s in comm.share(found) if math.isfinite(s))
+
+    delay = median(delayed() for _ in range(DELAYED)) - alone
+    return apart / max(turned, 1e-9), (computing - delay) / max(apart, 1e-9), delay
 
 
 def _next(calls: Iterator[Callable[[], Any]]) -> None:

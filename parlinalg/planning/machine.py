@@ -300,6 +300,7 @@ class Operation:
         "how many times as long it takes while its ranks compute, each of its messages waiting for who passes it on",
         1.0,
     )
+    delay: float = key(SECONDS, "the seconds that it takes longer while its ranks compute, whatever its bytes", 0.0)
 
 
 def _usual(latency: float, op: str) -> Operation:
@@ -660,6 +661,11 @@ class Machine:
         """Return how many times as long an operation takes while its ranks compute."""
         found = self._measured(op, level)
         return 1.0 if found is None else found.computing
+
+    def delay(self, op: str, level: str) -> float:
+        """Return the seconds that an operation takes longer while its ranks compute, whatever its bytes."""
+        found = self._measured(op, level)
+        return 0.0 if found is None else found.delay
 
     def _measured(self, op: str, level: str) -> Operation | None:
         link = self.node if level == "node" or self.network is None else self.network

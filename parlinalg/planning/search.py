@@ -541,7 +541,7 @@ class _Search:
                         self._begin(mesh, guessed[mesh])
 
     def _vary(self, chosen: Candidate, orders: bool) -> None:
-        """Estimate those of a candidate's mesh that differ from it in one choice, in the order of tokens if `orders`."""
+        """Estimate those of a candidate's mesh that differ from it in one choice, of tokens' order only if `orders`."""
         best = replace(chosen, offload=self.space.offload)
         steps = list(self.space.steps(best.mesh))
         again = self.space.recompute

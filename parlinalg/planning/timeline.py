@@ -334,12 +334,13 @@ class _Operation:
     left: float = 0.0  # seconds of bytes left, alone on the link
     turned: bool = False  # a rank that has computed waits for it
     computing: float = 1.0  # times as long as it takes while its ranks compute
+    delay: float = 0.0  # seconds that it still takes longer if its ranks go on computing
     credit: dict[int, float] = field(default_factory=dict)  # the share that may pass until a representative polls again
 
     @property
     def moving(self) -> bool:
         """True if bytes are on a link, or would be if it were polled."""
-        return self.begun < math.inf and self.ended == math.inf and self.latency <= _SOON
+        return self.begun < math.inf and self.ended == math.inf and max(self.latency, self.delay) <= _SOON
 
 
 class _Rank:
@@ -454,9 +455,13 @@ class _Run:
         while True:
             while sum(self._go_on(rank) for rank in self.ranks):
                 pass
+            for op in self.flying:
+                if op.delay and not self._computing(op):
+                    op.delay = 0.0
             rates = self._rates()
             soonest = min(
                 [op.latency / self._drive(op) for op in self.flying if self._latent(op)]
+                + [op.delay for op in self.flying if self._delayed(op)]
                 + [op.left / rate for op, rate in rates.items() if rate > 0]
                 + [c / self._pace(op, rates) for op in self.flying if op.begun < math.inf for c in self._credits(op)]
                 + [rank.work / self._speed(rank, rates) for rank in self.ranks if rank.at_work is not None]
@@ -485,6 +490,9 @@ class _Run:
         speeds = [self._speed(rank, rates) if rank.at_work is not None else 0.0 for rank in self.ranks]
         drives = {op: self._drive(op) for op in self.flying}
         self.now += seconds
+        for op in self.flying:  # also of those that wait for another one
+            if self._delayed(op):
+                op.delay = max(0.0, op.delay - seconds)
         for op in [op for op in self.flying if op.begun < math.inf]:  # none that begins now, when another one ends
             rate, used = rates.get(op, 0.0), 0.0
             if self._latent(op):
@@ -496,7 +504,7 @@ class _Run:
             for m in op.credit:
                 if not self._inside(m):
                     op.credit[m] = max(0.0, op.credit[m] - used / op.transfer.total)
-            if op.latency <= _SOON and op.left <= _SOON:
+            if max(op.latency, op.left, op.delay) <= _SOON:
                 self._end(op)
         for rank, speed in zip(self.ranks, speeds, strict=True):
             if rank.at_work is not None:
@@ -527,9 +535,14 @@ class _Run:
 
     def _drive(self, op: _Operation) -> float:
         """Return the share of an operation's pace that is left while its ranks compute."""
-        if op.computing == 1.0 or all(self.ranks[m].at_work is None for m in op.members):
-            return 1.0
-        return 1.0 / op.computing
+        return 1.0 / op.computing if op.computing != 1.0 and self._computing(op) else 1.0
+
+    def _computing(self, op: _Operation) -> bool:
+        return any(self.ranks[m].at_work is not None for m in op.members)
+
+    def _delayed(self, op: _Operation) -> bool:
+        """Return True if all have started an operation whose messages still wait for ranks that compute."""
+        return op.delay > _SOON and op.members == op.posted.keys()
 
     def _latent(self, op: _Operation) -> bool:
         """Return True if an operation's first bytes are on their way."""
@@ -599,7 +612,7 @@ class _Run:
 
     def _credits(self, op: _Operation) -> list[float]:
         """Return the progress of an operation until its ranks poll again, if it makes any."""
-        if not self.polled or not self._advances(op):
+        if not self.polled or not self._advances(op) or not (op.latency > _SOON or op.moving):
             return []
         return [c for m, c in op.credit.items() if not self._inside(m)]
 
@@ -693,6 +706,7 @@ class _Run:
             if not self._blocks(rank, start):
                 op.left *= self.machine.beside(start.op, op.transfer.level)
                 op.computing = self.machine.computing(start.op, op.transfer.level)
+                op.delay = self.machine.delay(start.op, op.transfer.level)
         op.posted[rank.number] = start
         rank.calls[start.call] = op
         rank.flying[op] = None
@@ -709,12 +723,15 @@ class _Run:
         return isinstance(after, Wait) and after.call == start.call
 
     def _begin(self, op: _Operation) -> None:
-        """Let an operation begin that all have started, unless one of the same ranks is under way."""
-        if op.members != op.posted.keys() or self.last.get(op.group) not in (None, op):
+        """Let an operation begin that all have started.
+
+        A device has one of the same ranks after the other; those of MPI are under way together, and share the link.
+        """
+        if op.members != op.posted.keys() or (not self.polled and self.last.get(op.group) not in (None, op)):
             return
         self.last[op.group] = op
         op.begun = self.now
-        if op.latency <= _SOON and op.left <= _SOON:
+        if max(op.latency, op.left, op.delay) <= _SOON:
             self._end(op)
 
     def _meeting(self, rank: _Rank, start: Start) -> tuple[tuple[Any, ...], frozenset[int], tuple[Any, ...]]:
