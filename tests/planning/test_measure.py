@@ -79,7 +79,11 @@ def test_measured_machine(brief, world, backend, monkeypatch) -> None:
             on_node = p if found.network is None else found.ranks_per_node  # a point is of ranks that are alone there
             again = found.transfer(op, nbytes, p, p, on_node, world.size).total
             assert again == pytest.approx(seconds, rel=1e-6)
-        assert min(link_times._beside(world, NUMPY, world, "all_gather", world.size, across=True)) > 0
+        beside, computing, delay = link_times._beside(world, NUMPY, world, "all_gather", world.size, across=True)
+        assert beside > 0
+        assert computing > -10
+        assert -1 < delay < 10
+        assert link_times._beside(world, NUMPY, world, "all_gather", world.size, across=False)[1:] == (1.0, 0.0)
         assert 0 <= link_times.poll_slowdown(world, NUMPY) <= 10
 
 
@@ -234,11 +238,13 @@ def test_long_operations_are_measured_in_fewer_passes(monkeypatch: pytest.Monkey
     comm.sub = lambda ranks, axes: SimpleNamespace(size=2, rank=0, free=lambda: None)
     monkeypatch.setattr(link_times, "_received", received)
     monkeypatch.setattr(link_times, "_together", takes)
-    monkeypatch.setattr(link_times, "_beside", lambda *args: (1.0, 1.0))
+    monkeypatch.setattr(link_times, "_beside", lambda *args: (1.0, 2.0, 0.25))
     monkeypatch.setattr(link_times, "_processor", lambda *args: 0.0)
     link = link_times.measured_link(cast(Any, comm), NUMPY, [0, 1], 1, "by hand", 1.0)
     assert link is not None
     assert [n for _, n, _ in link.operation("send").points] == list(link_times.RECEIVED)
+    found = link.operation("all_gather")
+    assert (found.beside, found.computing, found.delay) == (1.0, 2.0, 0.25)
     times = [asked.count(n) // len(OPERATIONS) for n in link_times.RECEIVED]
     long = sum(n / 25e6 > link_times.ROUND_SECONDS for n in link_times.RECEIVED) - 1
     assert (long, times) == (2, [4] * (len(times) - 2) + [2] * 2)

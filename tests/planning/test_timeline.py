@@ -327,6 +327,26 @@ def test_operations_advance_slowly_while_ranks_compute(latency: float) -> None:
     assert [i.stop for i in late.intervals if i.kind == "communication"] == pytest.approx([4])
 
 
+def test_operations_whose_ranks_compute_wait_for_turns() -> None:
+    """Half a second, unless the ranks wait before; that of the second operation passes while the first has the link."""
+    ways = Operation((Algorithm("one", 0.0),), delay=0.5)
+    machine = replace(round_machine(), node=replace(round_machine().node, all_gather=ways))
+    assert run(gather(0, 1.0), Wait(0), machine=machine).seconds == pytest.approx(1)
+    assert run(gather(0, 1.0), SECOND, Wait(0), machine=machine).seconds == pytest.approx(1.5)
+    assert run(gather(0, 1.0), kernel(0.25), Wait(0), machine=machine).seconds == pytest.approx(1.25)
+    assert run(gather(0, 0.0), SECOND, Wait(0), machine=machine).seconds == pytest.approx(1)
+    both = run(gather(0, 1.0), gather(1, 1.0), *[SECOND] * 2, Wait(0), Wait(1), machine=machine)
+    assert both.seconds == pytest.approx(2.5)
+
+
+def test_operations_of_mpi_share_the_link_and_those_of_a_device_follow_each_other() -> None:
+    events = gather(0, 1.0), gather(1, 1.0), Wait(0), SECOND, Wait(1)
+    for progress, ends in (("asynchronous", [1, 2]), ("polls", [2, 2])):
+        found = run(*events, progress=progress)
+        assert [i.stop for i in found.intervals if i.kind == "communication"] == pytest.approx(ends)
+        assert found.seconds == pytest.approx(ends[0] + 1)
+
+
 def test_a_device_hides_the_host() -> None:
     figures = {"asynchronous": "true", "overhead": 0.25}
     assert run(SECOND, SECOND, SECOND, **figures).seconds == pytest.approx(3.25)
