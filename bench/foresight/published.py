@@ -394,8 +394,7 @@ SHORT = """What the model of time lacks:
 - **ZeRO 3 at 1 Gbit/s, 12% too fast**: its gathers are in flight while ranks compute. A gather of 64 KiB then takes 11
   ms in place of 0.7, one of 1 MiB 25 in place of 7, one of 4 MiB 49 in place of 31, as each message waits for a rank to
   have the core (`delay`, `computing`), and computing takes 10 to 24% longer, whatever their bytes: each of the 8 ranks
-  polls, and has a thread that looks a thousand times a second. Ranks wait for 92 of 284 ms of a step, where 65 are
-  predicted.
+  polls, and has a thread that looks a thousand times a second.
 - **Pipelines on emulated hosts compute more slowly.** In a layer's forward pass of 256 tokens ranks computed for 12 to
   13 ms where 9 were predicted: beside seven other ranks products take 10% longer, the interpreter, whose data four
   ranks push out of a core's cache in turn, twice as long, and both up to 20% longer while a message is awaited. Passes

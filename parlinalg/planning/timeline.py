@@ -2,9 +2,9 @@
 
 `timeline` runs traces on a machine, each of one rank that stands for others.  An operation between ranks begins when
 all of them have started it; it takes its latency, then its bytes take their time on a link, of which each of the
-operations that are on it at the same time has an equal share; operations of one communicator follow each other.
-Between `Start` and `Wait` the rank computes on.  On a machine that makes progress at polls only, an operation advances
-by one message, at most `window` bytes, after each.
+operations that are on it at the same time has an equal share.  Of one communicator a device's operations follow each
+other; those of a machine that makes progress at polls only, as MPI's, are under way together.  Between `Start` and
+`Wait` the rank computes on.  At a poll an operation advances by one message, at most `window` bytes.
 
 Where ranks outnumber cores each shares one with as many others, by chance: equally with those that compute, and with
 those that wait as far as they poll.  Transport takes its seconds of a core for each byte from the rank that computes
