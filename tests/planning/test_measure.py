@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,7 +82,7 @@ def test_measured_machine(brief, world, backend, monkeypatch) -> None:
             assert again == pytest.approx(seconds, rel=1e-6)
         beside, computing, delay = link_times._beside(world, NUMPY, world, "all_gather", world.size, across=True)
         assert beside > 0
-        assert computing > -10
+        assert math.isfinite(computing)
         assert -1 < delay < 10
         assert link_times._beside(world, NUMPY, world, "all_gather", world.size, across=False)[1:] == (1.0, 0.0)
         assert 0 <= link_times.poll_slowdown(world, NUMPY) <= 10

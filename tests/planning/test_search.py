@@ -105,6 +105,7 @@ def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("form", [{"pipeline": 4}, {"tensor": {"mode": "1d"}, "pipeline": 1}], ids=str)
 def test_no_family_has_a_faster_plan(form: Mapping[str, Any]) -> None:
     """Among thousands of candidates a search finds one as fast as the best of some of them, looked at alone."""
