@@ -538,6 +538,7 @@ class _Run:
         return 1.0 / op.computing if op.computing != 1.0 and self._computing(op) else 1.0
 
     def _computing(self, op: _Operation) -> bool:
+        """Return True if a rank of an operation computes."""
         return any(self.ranks[m].at_work is not None for m in op.members)
 
     def _delayed(self, op: _Operation) -> bool:
