@@ -27,7 +27,7 @@ from parlinalg.autograd.primitives import as_op, constant, differentiable, refus
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.layout import Layout
-from parlinalg.linalg import congruence, spectral, stacks, systems
+from parlinalg.linalg import congruence, ranks, singular, spectral, stacks, systems
 from parlinalg.linalg.congruence import congruent, halve, over_differences
 from parlinalg.linalg.factors import Factor, Identity, PivotedQRResult, QRResult, SlogdetResult
 from parlinalg.linalg.factors.cholesky import CholeskyFactor
@@ -559,14 +559,14 @@ def lu_factor(a: Tensor, block: int | None = None, *, depth: int | None = None) 
 # ------------------------------------------------------------------------------------------------ spectra
 def limit_of(values: DistArray, n: int) -> DistArray:
     """Return the size up to which rounding makes differences of 0: 10 n ε times the largest of `values`, [..., k]."""
-    return spectral.limit_of(abs(values), None, NEGLIGIBLE * n)
+    return ranks.limit_of(abs(values), None, NEGLIGIBLE * n)
 
 
 def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
     """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to `limit_of` the values."""
     limit = limit_of(values, n)
     limit = limit if x.ndim == values.ndim else limit[..., None]
-    return spectral.reciprocals(x, abs(x) > limit)
+    return ranks.reciprocals(x, abs(x) > limit)
 
 
 def differences(w: DistArray) -> DistArray:
@@ -684,10 +684,10 @@ def eigvalsh(x: Any, /, b: Any = None, **subset: Any) -> Any:
 
 
 @as_op(linalg.svd)
-def svd(x: Tensor, /, *, full_matrices: bool = True) -> spectral.SVDResult:
+def svd(x: Tensor, /, *, full_matrices: bool = True) -> singular.SVDResult:
     """Return U, the singular values and Vᴴ of matrices."""
-    lean = wants(x) and x.grid.size == 1 and spectral.by_bidiagonal(x.data)  # gradients take memory, too
-    u, s, vh = (spectral.lean_svd if lean else linalg.svd)(x.data, full_matrices=full_matrices)
+    lean = wants(x) and x.grid.size == 1 and singular.by_bidiagonal(x.data)  # gradients take memory, too
+    u, s, vh = (singular.lean_svd if lean else linalg.svd)(x.data, full_matrices=full_matrices)
     (m, n), k = x.shape[-2:], s.shape[-1]
     if m >= n:
         h = _by_vh(x, unformed(u, m, k), vh)
@@ -699,7 +699,7 @@ def svd(x: Tensor, /, *, full_matrices: bool = True) -> spectral.SVDResult:
         inner = _by_vh(h, unformed(x.data.mT, k, k), vh)
     left = _tall_left(h, inner, u, u, s, vh) if m > n else _left(inner, u, u, s, vh)
     right = _wide_right(h, inner, vh, u, s, vh) if m < n else _right(inner, vh, u, s, vh)
-    return spectral.SVDResult(left, values, right)
+    return singular.SVDResult(left, values, right)
 
 
 @as_op(linalg.svdvals)

@@ -30,12 +30,16 @@ from parlinalg.linalg.factors.cholesky import cho_factor, cho_solve, cholesky
 from parlinalg.linalg.factors.lu import lu, lu_factor, lu_solve
 from parlinalg.linalg.factors.qr import qr, qr_factor
 from parlinalg.linalg.general import eig, eigvals, hessenberg, schur
-from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
+from parlinalg.linalg.krylov.bidiagonalization import lsqr
+from parlinalg.linalg.krylov.conjugate_gradients import cg
+from parlinalg.linalg.krylov.minimal_residuals import gmres, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
 from parlinalg.linalg.least_squares import lstsq
 from parlinalg.linalg.matrices import LinAlgError, check_order, limits
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
-from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, mirrored, pinv, svd, svdvals
+from parlinalg.linalg.ranks import cond, matrix_rank, pinv
+from parlinalg.linalg.singular import svd, svdvals
+from parlinalg.linalg.spectral import eigh, eigvalsh, mirrored
 from parlinalg.linalg.systems import det, inv, slogdet, solve, solve_triangular
 from parlinalg.matmul import matmul
 

@@ -24,7 +24,8 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.factors.qr import qr
 from parlinalg.linalg.matrices import LinAlgError, distributed, naming, real_number
-from parlinalg.linalg.spectral import EighResult, SVDResult, svd, svdvals
+from parlinalg.linalg.singular import SVDResult, svd, svdvals
+from parlinalg.linalg.spectral import EighResult
 from parlinalg.linalg.tiles import worst
 from parlinalg.linalg.vectors import (
     Apply,

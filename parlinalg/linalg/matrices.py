@@ -210,6 +210,12 @@ def scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name
     return scale
 
 
+def unscaled(values: Any, scale: float) -> Any:
+    """Return values of a matrix that was multiplied by `scale`, without it; what is out of range is infinite."""
+    with np.errstate(over="ignore"):
+        return values / scale
+
+
 def _first_wrong(
     local: Callable[..., Any], blocks: Sequence[Any], corner: Sequence[int], error: Exception
 ) -> tuple[list[int], str]:  # fmt: skip

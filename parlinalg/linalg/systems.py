@@ -16,7 +16,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, SlogdetResult
 from parlinalg.linalg.factors.lu import LUFactor
-from parlinalg.linalg.krylov import gmres
+from parlinalg.linalg.krylov.minimal_residuals import gmres
 from parlinalg.linalg.matrices import (
     SINGULAR,
     LinAlgError,

@@ -10,7 +10,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Grid, Layout, Tensor, linalg
-from parlinalg.linalg import kernels, spectral, systems
+from parlinalg.linalg import kernels, ranks, singular, spectral, systems
 from parlinalg.linalg.factors import cholesky as cholesky_factors
 from parlinalg.linalg.factors import lu as lu_factors
 from parlinalg.linalg.factors import qr as qr_factors
@@ -233,7 +233,9 @@ class Counted:
             (cholesky_factors, ("Cholesky", "batches")),
             (kernels, ("lower",)),  # in place of Cholesky on one GPU
             (systems, ("batches",)),
-            (spectral, ("Tridiagonal", "Bidiagonal", "batches", "_from_first_rank")),
+            (spectral, ("Tridiagonal", "batches")),
+            (singular, ("Bidiagonal", "batches", "_from_first_rank")),
+            (ranks, ("Bidiagonal",)),
         ):
             for name in names:
                 patch.setattr(home, name, self.counting(getattr(home, name)))

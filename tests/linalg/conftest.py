@@ -10,7 +10,7 @@ from parlinalg import tunables
 from parlinalg.backend import skinny
 from parlinalg.comm import shared
 from parlinalg.grid import Grid
-from parlinalg.linalg import kernels, planner, spectral, tile_sizes
+from parlinalg.linalg import kernels, planner, singular, tile_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -39,5 +39,5 @@ def ways(request, monkeypatch):
     if number & 32:
         monkeypatch.setattr(kernels, "LARGE", 1)
     if number & 64:
-        for module in (planner, spectral):
+        for module in (planner, singular):
             monkeypatch.setattr(module, "svd_by_one", lambda *args, **options: False)

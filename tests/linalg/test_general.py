@@ -11,7 +11,7 @@ import scipy.linalg
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, planner, spectral
+from parlinalg.linalg import kernels, planner, singular
 from parlinalg.linalg.hessenberg import schur_form
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, norm, random
@@ -366,7 +366,7 @@ def test_polar_of_singular_matrices_of_equal_columns(grid):
         assert norm((u @ p if side == "right" else p @ u) - b) <= 1e-14 * norm(b)
         assert norm(p - scipy.linalg.polar(b, side)[1]) <= 1e-14 * norm(b)
     x = pla.distribute(a, grid, grid.default_layout(a.shape))
-    if (parts := spectral.polar_svd(x, False)) is not None:
+    if (parts := singular.polar_svd(x, False)) is not None:
         u, s, vh = (f.gather() for f in parts)
         assert norm((u * s) @ vh - a) <= 1e-14 * norm(a)
 
@@ -426,7 +426,7 @@ def test_bases(grid):
 def test_bases_of_large_matrices(grid, monkeypatch, dtype):
     """Vectors of one side alone, with those that complete a basis, to LAPACK's ratios; of parts that are zeros too."""
     monkeypatch.setattr(kernels, "LARGE", 1)
-    for module in (planner, spectral):
+    for module in (planner, singular):
         monkeypatch.setattr(module, "svd_by_one", lambda *args, **options: False)
     rng, rcond = np.random.default_rng(21), 1e-4
     cases = [

@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import divide, least_squares, spectral
+from parlinalg.linalg import divide, least_squares, ranks, singular
 from parlinalg.linalg.factors.qr import QRFactor
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, LOWER, eps, random
@@ -118,9 +118,9 @@ LOWER_RANKS = [
 @pytest.fixture
 def reduced(monkeypatch):
     """Counts solutions by bidiagonal matrices: ranks reduce small R too."""
-    count, solution = [], spectral.solution_of_triangle
+    count, solution = [], ranks.solution_of_triangle
     monkeypatch.setattr(divide, "LEAF", 16)  # so that there are merges
-    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: False)
+    monkeypatch.setattr(singular, "svd_by_one", lambda *args, **options: False)
     monkeypatch.setattr(
         least_squares, "solution_of_triangle", lambda *args, **options: count.append(1) or solution(*args, **options)
     )
@@ -346,7 +346,7 @@ def test_wrong_use(grid, refine):
 @pytest.mark.parametrize(("refine", "alone"), [(False, True), (True, True), (False, False)])
 def test_ranks_outside_of_the_grid(world, backend, refine, alone, monkeypatch):
     """One rank decomposes R of lower rank, or all ranks of the grid do."""
-    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)
+    monkeypatch.setattr(singular, "svd_by_one", lambda *args, **options: alone)
     rng = np.random.default_rng(7)
     for sizes in ({"a": 1}, {"a": max(1, world.size - 1)}):
         idle = pla.Grid(sizes, world, backend, idle=True)

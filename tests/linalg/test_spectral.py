@@ -11,7 +11,7 @@ import scipy.linalg
 import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, spectral
+from parlinalg.linalg import kernels, singular
 from parlinalg.linalg.eigh import parts
 from parlinalg.linalg.tiles import Deal
 from tests.cases import grids, layouts, same
@@ -289,7 +289,7 @@ def test_svd_by_the_polar_decomposition_near_overflow(grid, dtype):
     for shape in ((7, 7), (12, 4)):
         q = np.linalg.qr(random(shape, dtype, np.random.default_rng(2)))[0]
         x = pla.distribute((q * (largest / 1.5)).astype(dtype), grid, grid.default_layout(shape))
-        s = spectral.polar_svd(x, False).S
+        s = singular.polar_svd(x, False).S
         np.testing.assert_allclose(s.gather() / (largest / 1.5), 1, atol=100 * eps(dtype))
 
 
@@ -303,7 +303,7 @@ def test_svd_by_the_polar_decomposition(grid, full):
                 a = random(shape, a.dtype, rng)
             (m, n), dtype = shape, a.dtype
             x = pla.distribute(a, grid, layout)
-            parts = spectral.polar_svd(x, full)
+            parts = singular.polar_svd(x, full)
             assert parts is not None or name not in ("random", "geometric", "arithmetic", "clustered")
             if parts is None:
                 continue
@@ -325,7 +325,7 @@ def test_the_polar_factor_of_a_singular_matrix(grid):
     a = np.random.default_rng(13).standard_normal((9, 9))
     a[:, 4:] = 0
     x = pla.distribute(a, grid, grid.default_layout(a.shape))
-    assert spectral.polar_svd(x, True) is None
+    assert singular.polar_svd(x, True) is None
     u, s, vh = (f.gather() for f in linalg.svd(x))
     ratio(norm((u * s) @ vh - a), norm(a), 9, a.dtype, "singular")
     ratio(norm(u.T @ u - np.eye(9)), 1, 9, a.dtype, "singular, U")
@@ -466,7 +466,7 @@ def test_iterations_that_do_not_converge_are_errors_on_all_ranks(world, backend,
     grid = pla.Grid({"a": max(1, world.size - 1)}, world, backend, idle=True)
     if grid.size == 1:  # whose values NumPy's LAPACK finds
         return
-    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: False)
+    monkeypatch.setattr(singular, "svd_by_one", lambda *args, **options: False)
     monkeypatch.setattr(kernels, "call", lambda *args: 1)
     monkeypatch.setattr(kernels, "lapack", lambda *args: lambda d, e: (d, 1))
     a = pla.distribute(np.diag(np.arange(1.0, 8)), grid, Layout("a", None))
@@ -485,7 +485,7 @@ def test_what_the_first_rank_does_not_find_is_an_error_on_all_ranks(world, backe
     grid = pla.Grid({"a": max(1, world.size - 1)}, world, backend, idle=True)
     if grid.size == 1 or not grid.backend.cpu:
         return
-    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: True)
+    monkeypatch.setattr(singular, "svd_by_one", lambda *args, **options: True)
     for name in ("svd", "small_svd"):
         monkeypatch.setattr(kernels, name, failing)
     a = pla.distribute(np.random.default_rng(0).standard_normal(shape), grid, Layout("a", None))

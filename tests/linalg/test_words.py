@@ -10,8 +10,8 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, least_squares, matrices, spectral, systems, triangular
-from parlinalg.linalg.costs import Costs
+from parlinalg.linalg import divide, least_squares, matrices, singular, spectral, systems, tile_sizes, triangular
+from parlinalg.linalg.costs import Costs, reductions
 from parlinalg.linalg.eigh import workers
 from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.qr import QR
@@ -249,7 +249,7 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
     monkeypatch.setattr(QR, "STRIP", 24)
     alone = way != "all ranks have R"
     monkeypatch.setattr(least_squares, "by_one", lambda n, sizes: alone)
-    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)
+    monkeypatch.setattr(singular, "svd_by_one", lambda *args, **options: alone)
     cases = deals([(1, 0), (0, 3), (1, 1), (40, 9), (150, 30), (9, 40), (24, 110), (33, 33), (80, 60)], 9)
     for deal, shape, layout, other, rng in cases if grid.size > 1 else []:
         (m, n), sides = shape, int(rng.integers(6))
@@ -263,7 +263,7 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
         assert found.rank == k
         tiles = matrices.tiles_for(pla.zeros((k, k), grid=grid), None, "svd")
         trees = set()
-        if not (formulas.by_gram(shape, grid.size) and sound):
+        if not (tile_sizes.by_gram(shape, grid.size) and sound):
             high = (a.conj().T if m < n else a), (layout.dims[::-1] if m < n else layout.dims)
             factor = QRFactor(pla.distribute(high[0], grid, Layout(*high[1])), b=b if m >= n else None)
             trees = set().union(*grid.world.share(factor._work.trees))
@@ -284,14 +284,14 @@ def test_reductions(grid, dtype, deals):
         equal(book, costs, grid, (n, deal, layout))
         a = random((n + n // 3, n), dtype, rng)
         with pla.ledger(grid) as book:
-            reduced, *_ = spectral._bidiagonal([pla.distribute(a, grid, layout)], "svd")
+            reduced, *_ = singular.bidiagonal_form([pla.distribute(a, grid, layout)], "svd")
         costs = formulas.bidiagonal(counting(grid, deal), layout, a.shape, workers(reduced.tiles))
         equal(book, costs, grid, (n, deal, layout))
 
 
 def test_eigh(grid, dtype, deals, monkeypatch):
     monkeypatch.setattr(divide, "LEAF", 16)
-    monkeypatch.setattr(formulas, "LEAF", 16)
+    monkeypatch.setattr(reductions, "LEAF", 16)
     everyone, deflated = tuple(grid.sizes), divide._deflated
     for deal, (n, _), layout, _, rng in deals(SQUARES, 7) if grid.size > 1 else []:
         kept = []
@@ -311,17 +311,17 @@ def test_eigh(grid, dtype, deals, monkeypatch):
 @pytest.mark.parametrize("alone", [False, True], ids=["by all ranks", "by one rank"])
 def test_svd(grid, dtype, deals, monkeypatch, alone):
     """Of tall matrices also such whose Gram matrices do not orthogonalize the columns."""
-    monkeypatch.setattr(spectral, "polar_svd", lambda x, full: None)  # the way of GPUs
-    monkeypatch.setattr(spectral, "svd_by_one", lambda shape, *args, **options: alone and min(shape) > 0)
+    monkeypatch.setattr(singular, "polar_svd", lambda x, full: None)  # the way of GPUs
+    monkeypatch.setattr(singular, "svd_by_one", lambda shape, *args, **options: alone and min(shape) > 0)
     monkeypatch.setattr(divide, "LEAF", 16)
-    monkeypatch.setattr(formulas, "LEAF", 16)
+    monkeypatch.setattr(reductions, "LEAF", 16)
     alone = alone and grid.backend.cpu
     everyone, deflated, taken = tuple(grid.sizes), divide._deflated, set()
     cases = itertools.chain(deals(SHAPES, 8), deals([(200, 3), (7, 180), (150, 4)], 8))
     for deal, shape, layout, _, rng in cases if grid.size > 1 else []:
         a, k = random(shape, dtype, rng), min(shape)
-        full, gram = bool(rng.integers(2)), formulas.by_gram((max(shape), k), grid.size)
-        full = full and max(shape) <= spectral.TALL * k
+        full, gram = bool(rng.integers(2)), tile_sizes.by_gram((max(shape), k), grid.size)
+        full = full and max(shape) <= singular.TALL * k
         gram = gram and not full
         sound = not gram or k < 2 or True not in taken
         taken |= {sound} if gram else set()
@@ -349,7 +349,7 @@ def test_svd(grid, dtype, deals, monkeypatch, alone):
 
 def by_qr(shape):
     """True if `svd` factors a matrix of this shape by QR first."""
-    return max(shape) > spectral.TALL * min(shape) > 0
+    return max(shape) > singular.TALL * min(shape) > 0
 
 
 def test_a_long_trip_goes_in_pieces(grid, tune):

@@ -14,7 +14,7 @@ import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, least_squares, matrices, spectral, systems, vectors
+from parlinalg.linalg import divide, least_squares, matrices, singular, systems, vectors
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.routines import traced
 from parlinalg.planning.trace import Kernel
@@ -53,7 +53,7 @@ def test_ledgers_are_those_of_the_formulas(sizes, cuts, monkeypatch):
                         (rank, shape, "subset"),
                     )  # fmt: skip
                 for alone in (False, True) if min(shape) else (False,):
-                    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, alone=alone, **options: alone)
+                    monkeypatch.setattr(singular, "svd_by_one", lambda *args, alone=alone, **options: alone)
                     check(
                         lambda: linalg.svd(x, full_matrices=False),
                         lambda c: formulas.svd(c, layout, shape, full_matrices=False, alone=alone), size,
@@ -140,7 +140,7 @@ def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, alone, defl
         linalg.cond(a, 1)
         linalg.eigh(pla.distribute(np.stack([dense[:9, :9]] * 5), grid))
 
-    monkeypatch.setattr(spectral, "svd_by_one", lambda *args, **options: alone)
+    monkeypatch.setattr(singular, "svd_by_one", lambda *args, **options: alone)
     n = 70 if world.size == 8 else 150
     dense = matrix(n)
     if complex_:
@@ -163,7 +163,7 @@ def test_ledgers_of_least_squares_are_those_of_real_ranks(world, deflated, monke
     dense, sides = draw.standard_normal((200, n)), draw.standard_normal((200, 3))
     for alone in (True, False):
         monkeypatch.setattr(least_squares, "by_one", lambda n, sizes, alone=alone: alone)
-        monkeypatch.setattr(spectral, "svd_by_one", lambda *args, alone=alone, **options: alone)
+        monkeypatch.setattr(singular, "svd_by_one", lambda *args, alone=alone, **options: alone)
         for sizes, layout in grids(world.size):
             both(world, sizes, program, what_if=pla.WhatIf())
 
@@ -183,7 +183,7 @@ def test_ledgers_of_least_squares_of_lower_rank_are_those_of_real_ranks(world, d
     tall, sides = draw.standard_normal((80, n)), draw.standard_normal((80, 3))
     tall[:, -1] = tall[:, 0] - tall[:, 1]
     for alone in (True, False):
-        monkeypatch.setattr(spectral, "svd_by_one", lambda *args, alone=alone, **options: alone)
+        monkeypatch.setattr(singular, "svd_by_one", lambda *args, alone=alone, **options: alone)
         for sizes, layout in grids(world.size):
             both(world, sizes, program, what_if=pla.WhatIf(conditioned=False))
 
@@ -352,7 +352,7 @@ def test_ledgers_of_polar_decompositions_are_those_of_real_ranks(world, conditio
                 a = pla.distribute(dense, grid, layout)
                 linalg.polar(a, side)
                 if condition == 1e3 and a.shape[0] > a.shape[1]:
-                    assert spectral.polar_svd(a, True) is not None
+                    assert singular.polar_svd(a, True) is not None
 
             both(
                 world, sizes, program,
