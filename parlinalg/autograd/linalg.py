@@ -244,7 +244,7 @@ _determinant = known("det", "x found factor matrices", x=of_determinant)
 
 
 def determinant_of(a: Tensor, factor: Any) -> Tensor:
-    found = linalg.det(a.data) if factor is None else factor.det
+    found = linalg.det(a.data) if factor is None else factor.det()
     regular = factor is not None and factor.zero is None and bool(found != 0)
     return _determinant(a, found, factor if regular else None, None if regular else a.data)
 
@@ -461,10 +461,9 @@ class TensorCholesky(TensorFactor):
         """The lower triangular factor."""
         return _cholesky(self.a, self.factor.L, False)
 
-    @property
     def det(self) -> Tensor:
-        """The determinant of A."""
-        return _positive_determinant(self.a, self.factor.det, self.factor)
+        """Return the determinant of A."""
+        return _positive_determinant(self.a, self.factor.det(), self.factor)
 
     def slogdet(self) -> SlogdetResult:
         """Return the sign of the determinant, which is 1, and the logarithm of its size."""
@@ -495,9 +494,8 @@ class TensorLU(TensorFactor):
             return getattr(self.factor, name)
         return object.__getattribute__(self, name)
 
-    @property
     def det(self) -> Tensor:
-        """The determinant of A."""
+        """Return the determinant of A."""
         return determinant_of(self.a, self.factor if self.a.ndim == 2 else None)
 
     def slogdet(self) -> SlogdetResult:

@@ -61,9 +61,8 @@ class LocalWithDeterminant(Local):
     diagonal: np.ndarray
     order: np.ndarray
 
-    @property
     def det(self) -> np.ndarray:
-        """The determinant of A."""
+        """Return the determinant of A."""
         return np.asarray(determinant(self.diagonal, self.order)[0], self._t.dtype)
 
     def slogdet(self) -> tuple[Any, Any]:
@@ -265,11 +264,10 @@ class FactorStack(Factor):
 class StackWithDeterminant(FactorStack):
     """Factorizations of matrices that tell the determinants."""
 
-    @property
     def det(self) -> DistArray:
-        """The determinants."""
+        """Return the determinants."""
         self._square("have determinants")
-        return self._results(lambda f: f.det, ())
+        return self._results(lambda f: f.det(), ())
 
     def slogdet(self) -> SlogdetResult:
         """Return the signs (or phases) of the determinants and the logarithms of their sizes."""

@@ -147,7 +147,7 @@ def by_lu(la: Any, a: Any, b: Any) -> Any:
     factor = la.lu_factor(a)
     l, u = factor.factors()
     size = factor.slogdet().logabsdet.sum() + l.sum() * u.sum()
-    return factor.solve(b) * factor.det.sum() + factor.solve(b, adjoint=True) + size
+    return factor.solve(b) * factor.det().sum() + factor.solve(b, adjoint=True) + size
 
 
 def by_cholesky(la: Any, a: Any, b: Any) -> Any:

@@ -286,7 +286,7 @@ def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> N
     a, b = tensor(array, grid, LAYOUTS[2][0]), tensor(sides, grid, LAYOUTS[2][1])
     factor = linalg.lu_factor(a)
     x = factor.solve(factor.solve(b), adjoint=True)
-    (x.sum() * factor.det + factor.slogdet().logabsdet).backward()
+    (x.sum() * factor.det() + factor.slogdet().logabsdet).backward()
     assert counted.times == 1
     c, d = tensor(array, grid, LAYOUTS[2][0]), tensor(sides, grid, LAYOUTS[2][1])
     y = linalg.solve(c.mT, linalg.solve(c, d))
@@ -298,7 +298,7 @@ def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> N
     counted.times = 0
     s, e = positive(c), tensor(sides[:, 0].copy(), grid, LAYOUTS[1][0])
     z = linalg.cho_factor(s)
-    (z.solve(e).sum() + z.solve(z.solve(d)).sum() + z.L.sum() + z.det + z.slogdet().logabsdet).backward()
+    (z.solve(e).sum() + z.solve(z.solve(d)).sum() + z.L.sum() + z.det() + z.slogdet().logabsdet).backward()
     assert counted.times == 1
 
 
@@ -312,9 +312,9 @@ def test_determinants_of_positive_matrices(shape: tuple[int, ...], dtype: Any, g
     x, y = tensor(np.tril(a) + 7 * np.triu(np.ones(shape), 1), grid, layout), tensor(a, grid, layout)
     factor, (_, log) = linalg.cho_factor(x), linalg.slogdet(y)
     assert np.array_equal(factor.slogdet().sign.gather(), np.ones(shape[:-2]))
-    ((3 * factor.det).real.sum() - factor.slogdet().logabsdet.sum()).backward()
+    ((3 * factor.det()).real.sum() - factor.slogdet().logabsdet.sum()).backward()
     ((3 * linalg.det(y)).real.sum() - log.sum()).backward()
-    close(factor.det.data.gather(), np.linalg.det(a), 1e-11)
+    close(factor.det().data.gather(), np.linalg.det(a), 1e-11)
     close(x.grad.gather(), y.grad.gather(), 1e-11)
     assert x.grad.layout == y.grad.layout
 

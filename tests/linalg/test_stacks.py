@@ -57,7 +57,7 @@ def test_stacks_of_factors(grid, stacks, dtype):
     assert np.abs(l.gather()).max(initial=1) < 1 + 1e-6
     assert lu.permutation.shape == (*stacks, n)
     for factor, each in ((lu, a), (cholesky, s)):
-        same(factor.det, np.linalg.det(each), tol)
+        same(factor.det(), np.linalg.det(each), tol)
         for got, want in zip(factor.slogdet(), np.linalg.slogdet(each), strict=True):
             same(got, want, tol)
     for b in sides(stacks, n, dtype, rng):
@@ -306,7 +306,7 @@ def test_wrong_use(grid, world):
         with pytest.raises(np.linalg.LinAlgError) as error:
             singular.solve(pla.ones(4, grid))
         assert str(error.value) == f"matrix {last}: the matrix is singular: U[2, 2] of its factorization is 0"
-        assert not float(singular.det[last])
+        assert not float(singular.det()[last])
         with pytest.raises(np.linalg.LinAlgError, match=r"the columns are dependent: R\[2, 2\] is 0; lstsq takes"):
             linalg.qr_factor(x + 1 * pla.eye(4, grid=grid)).solve(pla.ones(4, grid))
         for b in (pla.ones(3, grid), pla.ones((7, 4, 1), grid), pla.ones((2, *stacks, 4, 1), grid)):

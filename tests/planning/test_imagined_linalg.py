@@ -482,7 +482,14 @@ STACKS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "lstsq": lambda a, b: linalg.lstsq(a[..., :5], b),
     "cho_factor": lambda a, b: (f := linalg.cho_factor(a + a.mT), f.L, f.solve(b)),
-    "lu_factor": lambda a, b: (f := linalg.lu_factor(a), f.solve(b), f.solve(b, adjoint=True), f.factors(), f.P, f.det),
+    "lu_factor": lambda a, b: (
+        f := linalg.lu_factor(a),
+        f.solve(b),
+        f.solve(b, adjoint=True),
+        f.factors(),
+        f.P,
+        f.det(),
+    ),
     "qr_factor": lambda a, b: (f := linalg.qr_factor(a), f.R, f.Q(), f.solve(b)),
     "qr with pivoting": lambda a, b: (linalg.qr(a, pivoting=True), linalg.qr(a, mode="r", pivoting=True)),
 }

@@ -143,9 +143,8 @@ class WithDeterminant(ABC):
         Collective.
         """
 
-    @property
     def det(self) -> DistArray:
-        """The determinant of A."""
+        """Return the determinant of A."""
         return scalar(determinant(*self._diagonal_and_order())[0], self.dtype, self.grid)
 
     def slogdet(self) -> SlogdetResult:
