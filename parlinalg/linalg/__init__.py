@@ -30,10 +30,12 @@ from parlinalg.linalg.factors.cholesky import cho_factor, cho_solve, cholesky
 from parlinalg.linalg.factors.lu import lu, lu_factor, lu_solve
 from parlinalg.linalg.factors.qr import qr, qr_factor
 from parlinalg.linalg.general import eig, eigvals, hessenberg, schur
-from parlinalg.linalg.krylov.bidiagonalization import lsqr
-from parlinalg.linalg.krylov.conjugate_gradients import cg
-from parlinalg.linalg.krylov.minimal_residuals import gmres, minres
-from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
+from parlinalg.linalg.iterative.bidiagonalization import lsqr
+from parlinalg.linalg.iterative.conjugate_gradients import cg
+from parlinalg.linalg.iterative.lanczos import eigsh, svds
+from parlinalg.linalg.iterative.locally_optimal import lobpcg
+from parlinalg.linalg.iterative.minimal_residuals import gmres, minres
+from parlinalg.linalg.iterative.randomized import range_finder, svd_lowrank
 from parlinalg.linalg.least_squares import lstsq
 from parlinalg.linalg.matrices import LinAlgError, check_order, limits
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm

@@ -24,13 +24,13 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.bidiagonal import assumed_rank
 from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.factors.tall import by_rows
+from parlinalg.linalg.iterative.vectors import assumed_steps
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_nonfinite, scalar
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.ranks import counted, limit_of, solution_of_triangle
 from parlinalg.linalg.singular import solved_by_bidiagonal, svd, svdvals, values_of_triangle
 from parlinalg.linalg.systems import LOWER, triangular_solution
-from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]

@@ -16,7 +16,8 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.factors import Factor, Identity, SlogdetResult
 from parlinalg.linalg.factors.lu import LUFactor
-from parlinalg.linalg.krylov.minimal_residuals import gmres
+from parlinalg.linalg.iterative.minimal_residuals import gmres
+from parlinalg.linalg.iterative.vectors import assumed_steps
 from parlinalg.linalg.matrices import (
     SINGULAR,
     LinAlgError,
@@ -28,7 +29,6 @@ from parlinalg.linalg.matrices import (
 )
 from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
-from parlinalg.linalg.vectors import assumed_steps
 from parlinalg.matmul import matmul
 from parlinalg.redistribute import count
 

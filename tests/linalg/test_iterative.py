@@ -517,7 +517,7 @@ def test_products_that_look_for_copies_are_few(grid):
         A, v0, counts = placed(grid, (q * w) @ q.T, 1), placed(grid, rng.standard_normal(n), 0), []
         for check in (0.3, 0.0):
             seen: list[int] = []
-            lanczos = importlib.import_module("parlinalg.linalg.lanczos")
+            lanczos = importlib.import_module("parlinalg.linalg.iterative.lanczos")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(lanczos, "CHECK", check)
                 eigsh(lambda x, A=A, seen=seen: seen.append(1) or A @ x, 5, which="LA", v0=v0)

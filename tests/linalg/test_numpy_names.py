@@ -168,7 +168,7 @@ def test_determinants_whose_factors_leave_the_range(grid, dtype):
         a = np.diag(np.array([factor, factor, -3 / factor, 2 / factor])[::way]).astype(dtype)
         a[[0, 1]] = a[[1, 0]]
         x = placed(grid, a, 1)
-        for found in (linalg.det(x), linalg.lu_factor(x).det, linalg.lu_factor(pla.stack([x] * 9)).det[3]):
+        for found in (linalg.det(x), linalg.lu_factor(x).det(), linalg.lu_factor(pla.stack([x] * 9)).det()[3]):
             assert found.dtype == dtype
             np.testing.assert_allclose(found.gather(), 6, rtol=1e-3 if dtype == "float32" else 1e-11)
     assert linalg.det(x * 0).gather() == 0

@@ -14,7 +14,8 @@ import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, least_squares, matrices, singular, systems, vectors
+from parlinalg.linalg import divide, least_squares, matrices, singular, systems
+from parlinalg.linalg.iterative import vectors
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.routines import traced
 from parlinalg.planning.trace import Kernel

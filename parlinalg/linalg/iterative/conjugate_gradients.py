@@ -9,11 +9,11 @@ import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
-from parlinalg.linalg.krylov import System, ratio
-from parlinalg.linalg.matrices import LinAlgError
-from parlinalg.linalg.vectors import (
+from parlinalg.linalg.iterative.systems import System, ratio
+from parlinalg.linalg.iterative.vectors import (
     Operator,
 )
+from parlinalg.linalg.matrices import LinAlgError
 
 
 @primitive
@@ -66,8 +66,7 @@ def cg(
     r, x, vectors = s.r, s.x, s.vectors
     systems, plus = vectors.systems, vectors.plus
     with np.errstate(over="ignore", invalid="ignore"):  # until A and M are in range
-        u = s.preconditioned(r)
-        w = s.times(u)
+        u, w = s.both(r)
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
     active, most, taken = np.ones(systems, bool), s.most(), np.zeros(systems, int)
@@ -79,14 +78,12 @@ def cg(
             lengths = [(v, v) for v in (x, u, w, p, t)] if gaps else []
             summing = vectors.begin((r, u), (w, u), (r, r), *lengths, wait=not pipelined)
             if pipelined:
-                m = s.preconditioned(w)
-                n = s.times(m)
+                m, n = s.both(w)
         before, (gamma, delta, rr, *squares) = gamma, summing().real
         if step == 0 and (fitted := _fitted(s, r, u, w, gamma, delta, rr)) is not None:
             x, (u, w, gamma, delta) = s.x, fitted
             if pipelined:
-                m = s.preconditioned(w)
-                n = s.times(m)
+                m, n = s.both(w)
         s.finite(np.abs(gamma) + np.abs(delta) + rr, step)
         s.x, size = x, np.sqrt(np.maximum(0, rr))
         if step == 0:
@@ -101,8 +98,7 @@ def cg(
             if not active.any():
                 return s.result(max(step, 1) if s.failed.any() else 0)
             r, taken, first, pipelined = residual, 0 * taken, True, False
-            u = s.preconditioned(r)
-            w = s.times(u)
+            u, w = s.both(r)
             if step < most:
                 continue
         if step == most:
@@ -115,8 +111,7 @@ def cg(
             if (surely := surely & wrong).any():
                 raise _indefinite(s, gamma, curvature, np.zeros_like(surely), surely, step)
             r, taken, pipelined = s.b - s.times(x), 0 * taken, False
-            u = s.preconditioned(r)
-            w, first = s.times(u), True
+            (u, w), first = s.both(r), True
             continue
         if wrong.any():
             raise _indefinite(s, gamma, curvature, active & (gamma <= 0), wrong, step)
@@ -135,11 +130,9 @@ def cg(
         if pipelined and not renew:
             u, w = plus(u, -along, t), plus(w, -along, z)
         else:
-            u = s.preconditioned(r)
-            w = s.times(u)
+            u, w = s.both(r)
             if pipelined:
-                t = s.preconditioned(q)
-                z = s.times(t)
+                t, z = s.both(q)
         if callback is not None:
             callback(s.solution(x))
     return s.result(max(s.maxiter, 1))

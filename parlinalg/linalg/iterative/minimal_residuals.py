@@ -10,12 +10,12 @@ import numpy as np
 from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
-from parlinalg.linalg.krylov import System, ratio
-from parlinalg.linalg.matrices import LinAlgError
-from parlinalg.linalg.vectors import (
+from parlinalg.linalg.iterative.systems import System, ratio
+from parlinalg.linalg.iterative.vectors import (
     Basis,
     Operator,
 )
+from parlinalg.linalg.matrices import LinAlgError
 
 
 @primitive

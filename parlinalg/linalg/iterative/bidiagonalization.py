@@ -10,9 +10,8 @@ import numpy as np
 from parlinalg.array.core import DistArray, whole
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.shapes import reshape
-from parlinalg.linalg.krylov import begun, ratio
-from parlinalg.linalg.matrices import LinAlgError
-from parlinalg.linalg.vectors import (
+from parlinalg.linalg.iterative.systems import begun, ratio
+from parlinalg.linalg.iterative.vectors import (
     Apply,
     Scaled,
     Vectors,
@@ -27,6 +26,7 @@ from parlinalg.linalg.vectors import (
     shifted,
     tolerance,
 )
+from parlinalg.linalg.matrices import LinAlgError
 
 
 class LsqrResult(NamedTuple):

@@ -1,14 +1,4 @@
-"""Iterative methods for linear systems and least squares, which use a matrix by its products alone.
-
-A matrix is a DistArray or a function of vectors.  All decisions are made on sums over the ranks, alike everywhere, and
-scalars that one step needs are summed by one all-reduce.  Vectors lie like the right-hand side.
-
-Many systems, stacks of matrices or several right-hand sides, take their steps together: each has scalars of its own,
-and those of all systems are summed by the same all-reduce.  A system that has ended keeps its solution.
-
-Where squares would leave the range of the dtype, right-hand sides and matrices are multiplied by powers of two, and
-solutions by others at the end, so that results are those of numbers near 1.
-"""
+"""Systems A x = b as iterative methods have them: scaled, with their residuals, and products that lie like them."""
 
 from __future__ import annotations
 
@@ -21,7 +11,7 @@ import numpy as np
 from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.shapes import reshape
-from parlinalg.linalg.vectors import (
+from parlinalg.linalg.iterative.vectors import (
     Product,
     Scaled,
     Vectors,
@@ -161,6 +151,11 @@ class System:
         self.failed = self.failed | (wrong & ~again)
         self.best, self.least = self.vectors.chosen(again, x, self.best), np.where(again, size, self.least)
         return again, r
+
+    def both(self, r: DistArray) -> tuple[DistArray, DistArray]:
+        """Return M r and A M r."""
+        u = self.preconditioned(r)
+        return u, self.times(u)
 
     def noise(self) -> DistArray:
         """Return real vectors of random numbers, like x."""
