@@ -213,7 +213,7 @@ def det(x: DistArray, /) -> DistArray:
     """Return the determinants of square matrices."""
     x = as_matrix(x, "det", square=True)
     if x.ndim > 2:
-        return batches("det", lambda xp, a: kernels.stacked(xp.linalg.det, lambda a: LocalLU(a).det, a), det, x)[0]
+        return batches("det", lambda xp, a: kernels.stacked(xp.linalg.det, lambda a: LocalLU(a).det(), a), det, x)[0]
     return LUFactor(x, name="det").det()
 
 
