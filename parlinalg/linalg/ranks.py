@@ -1,4 +1,4 @@
-"""What follows from singular values: ranks, pseudoinverses, bases and condition numbers."""
+"""Ranks, pseudoinverses, bases and condition numbers, by singular values."""
 
 from __future__ import annotations
 
