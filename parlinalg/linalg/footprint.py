@@ -14,8 +14,8 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.grid import default_layout
-from parlinalg.linalg import bidiagonal, divide
-from parlinalg.linalg.eigh import PANEL, TOGETHER, Kept
+from parlinalg.linalg.reductions import bidiagonal, divide
+from parlinalg.linalg.reductions.reflections import PANEL, TOGETHER, Kept
 from parlinalg.linalg.tiles import Deal
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import lasting_array
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.hessenberg import (
+from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, scaled, tiles_for
+from parlinalg.linalg.reductions.hessenberg import (
     Hessenberg,
     balanced,
     exponents,
@@ -25,7 +26,6 @@ from parlinalg.linalg.hessenberg import (
     sent_home,
     triangular_vectors,
 )
-from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, distributed, scaled, tiles_for
 from parlinalg.linalg.tiles import move
 from parlinalg.matmul import matmul
 

@@ -21,7 +21,6 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.bidiagonal import assumed_rank
 from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.factors.tall import by_rows
 from parlinalg.linalg.iterative.vectors import assumed_steps
@@ -29,6 +28,7 @@ from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, d
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.ranks import counted, limit_of, solution_of_triangle
+from parlinalg.linalg.reductions.bidiagonal import assumed_rank
 from parlinalg.linalg.singular import solved_by_bidiagonal, svd, svdvals, values_of_triangle
 from parlinalg.linalg.systems import LOWER, triangular_solution
 from parlinalg.matmul import matmul

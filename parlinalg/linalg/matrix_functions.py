@@ -20,10 +20,10 @@ from parlinalg.linalg.factors.cholesky import divided
 from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.factors.qr import QRFactor, q_above_identity
 from parlinalg.linalg.general import Schur
-from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.iterative.vectors import assumed_steps
 from parlinalg.linalg.matrices import NEGLIGIBLE, LinAlgError, as_matrix, batches, cutoff, naming, refuse_nonfinite
 from parlinalg.linalg.ranks import basis, counted, triangle_of
+from parlinalg.linalg.reductions.hessenberg import sent_home
 from parlinalg.linalg.singular import by_bidiagonal, svd
 from parlinalg.linalg.spectral import eigh
 from parlinalg.linalg.systems import solve_triangular

@@ -14,10 +14,11 @@ from parlinalg import tunables
 from parlinalg.errors import PlanError
 from parlinalg.grid import default_layout
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal, costs, tile_sizes
+from parlinalg.linalg import costs, tile_sizes
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.footprint import HELD, footprint
 from parlinalg.linalg.pivoted import PANEL as PIVOTED
+from parlinalg.linalg.reductions import bidiagonal
 from parlinalg.linalg.tile_sizes import Constants, Time
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.matmul.planner import whole_number

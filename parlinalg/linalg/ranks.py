@@ -15,11 +15,8 @@ from parlinalg.array.joining import stack
 from parlinalg.array.namespace import isfinite, isnan, where
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal, kernels
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, assumed_rank
+from parlinalg.linalg import kernels
 from parlinalg.linalg.costs.orthogonal import small_triangle
-from parlinalg.linalg.divide import SIDES
-from parlinalg.linalg.eigh import rooms_of_few, workers
 from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.factors.qr import QRFactor, by_qr_first, completed
 from parlinalg.linalg.factors.tall import tall_r
@@ -32,6 +29,10 @@ from parlinalg.linalg.matrices import (
     scaled,
     unscaled,
 )
+from parlinalg.linalg.reductions import bidiagonal
+from parlinalg.linalg.reductions.bidiagonal import TALL, Bidiagonal, assumed_rank
+from parlinalg.linalg.reductions.divide import SIDES
+from parlinalg.linalg.reductions.reduction import rooms_of_few, workers
 from parlinalg.linalg.singular import bidiagonal_form, by_bidiagonal, svd, svdvals
 from parlinalg.linalg.systems import inv
 from parlinalg.linalg.tiles import move, transposed

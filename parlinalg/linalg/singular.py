@@ -15,11 +15,8 @@ from parlinalg.array.namespace import isfinite, where
 from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal, kernels
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne
+from parlinalg.linalg import kernels
 from parlinalg.linalg.costs.orthogonal import small_triangle
-from parlinalg.linalg.divide import SIDES
-from parlinalg.linalg.eigh import rooms_of_few, workers
 from parlinalg.linalg.factors.qr import QRFactor, by_qr_first
 from parlinalg.linalg.factors.tall import nearly_q, tall_r
 from parlinalg.linalg.matrices import (
@@ -34,6 +31,10 @@ from parlinalg.linalg.matrices import (
     unscaled,
 )
 from parlinalg.linalg.planner import svd_by_one
+from parlinalg.linalg.reductions import bidiagonal
+from parlinalg.linalg.reductions.bidiagonal import TALL, Bidiagonal, BidiagonalOfOne
+from parlinalg.linalg.reductions.divide import SIDES
+from parlinalg.linalg.reductions.reduction import rooms_of_few, workers
 from parlinalg.linalg.spectral import eigh
 from parlinalg.linalg.tile_sizes import by_gram
 from parlinalg.matmul import matmul

@@ -16,8 +16,6 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.congruence import congruent
-from parlinalg.linalg.divide import LEAF, tridiagonal_vectors
-from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors.cholesky import cho_factor, cholesky
 from parlinalg.linalg.matrices import (
     NONFINITE,
@@ -29,6 +27,10 @@ from parlinalg.linalg.matrices import (
     tiles_for,
     unscaled,
 )
+from parlinalg.linalg.reductions.divide import LEAF, tridiagonal_vectors
+from parlinalg.linalg.reductions.halves import Half, blocks
+from parlinalg.linalg.reductions.reduction import workers
+from parlinalg.linalg.reductions.tridiagonal import Tridiagonal, tridiagonal_values, vectors
 from parlinalg.linalg.systems import solve_triangular
 
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from parlinalg import tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg.eigh import PANEL
 from parlinalg.linalg.qr import QR
+from parlinalg.linalg.reductions.reflections import PANEL
 from parlinalg.linalg.tiles import Deal, depths
 
 SIZES = (16, 24, 32, 48, 64, 96, 112, 144, 160, 192, 224)

@@ -12,7 +12,7 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, planner, singular
-from parlinalg.linalg.hessenberg import schur_form
+from parlinalg.linalg.reductions.hessenberg import schur_form
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, norm, random
 from tests.linalg.test_spectral import cases, ratio

@@ -8,8 +8,9 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg import divide, least_squares, ranks, singular
+from parlinalg.linalg import least_squares, ranks, singular
 from parlinalg.linalg.factors.qr import QRFactor
+from parlinalg.linalg.reductions import divide
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, LOWER, eps, random
 

@@ -15,7 +15,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg.divide import bidiagonal_vectors, tridiagonal_vectors
+from parlinalg.linalg.reductions.divide import bidiagonal_vectors, tridiagonal_vectors
 from tests.cases import grids, layouts
 from tests.linalg.test_factors import BOUND, DTYPES, eps, norm, random
 

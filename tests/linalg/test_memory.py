@@ -100,7 +100,7 @@ def shares(monkeypatch) -> list[int]:
         shared.append(0 if found is None else found.nbytes // comm.size)
         return found
 
-    monkeypatch.setattr(importlib.import_module("parlinalg.linalg.eigh"), "lasting_array", counted)
+    monkeypatch.setattr(importlib.import_module("parlinalg.linalg.reductions.reduction"), "lasting_array", counted)
     return shared
 
 
@@ -206,7 +206,7 @@ def test_memory_of_bases_where_little_comes_out(make_grid, world, monkeypatch, n
     full = np.random.default_rng(5).uniform(-1, 1, (n, n))
     x = pla.distribute(full[:, :1] * full[:1] if name == "orth" else full, grid, grid.default_layout((n, n)))
     BASES[name](x)
-    shared, module = shares(monkeypatch), importlib.import_module("parlinalg.linalg.bidiagonal")
+    shared, module = shares(monkeypatch), importlib.import_module("parlinalg.linalg.reductions.bidiagonal")
 
     def reduced(*args, formed=module.some_vectors):
         peaks.append(tracemalloc.get_traced_memory()[1] - before + sum(shared))

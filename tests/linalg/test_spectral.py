@@ -12,7 +12,7 @@ import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, singular
-from parlinalg.linalg.eigh import parts
+from parlinalg.linalg.reductions.halves import parts
 from parlinalg.linalg.tiles import Deal
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, matrices, norm, random

@@ -14,8 +14,9 @@ import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, least_squares, matrices, singular, systems
+from parlinalg.linalg import least_squares, matrices, singular, systems
 from parlinalg.linalg.iterative import vectors
+from parlinalg.linalg.reductions import divide
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.routines import traced
 from parlinalg.planning.trace import Kernel
@@ -441,7 +442,7 @@ def test_ledgers_of_general_eigenvalues_are_those_of_real_ranks(world, complex_,
     draw = np.random.default_rng(0)
     dense = draw.standard_normal((45, 45)) + (1j * draw.standard_normal((45, 45)) if complex_ else 0)
     powers = 2.0 ** draw.integers(-spread, spread + 1, 45)
-    sums = counted(monkeypatch, importlib.import_module("parlinalg.linalg.hessenberg"), "_summed")
+    sums = counted(monkeypatch, importlib.import_module("parlinalg.linalg.reductions.hessenberg"), "_summed")
     for sizes, layout in grids(world.size):
         for function in (linalg.eig, linalg.eigvals):
             sums.clear()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from parlinalg.layout import Layout
-from parlinalg.linalg.bidiagonal import TALL, panel_size
 from parlinalg.linalg.costs.counts import HOME, TO_WORK, Costs, Group, after, panels
 from parlinalg.linalg.costs.orthogonal import orthogonal, qr_by_gram, qr_factor, small_triangle, times_square, turn
-from parlinalg.linalg.divide import LEAF
-from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
+from parlinalg.linalg.reductions.bidiagonal import TALL, panel_size
+from parlinalg.linalg.reductions.divide import LEAF
+from parlinalg.linalg.reductions.halves import parts
+from parlinalg.linalg.reductions.reflections import PANEL, TOGETHER
 from parlinalg.linalg.tile_sizes import by_gram, rows_alone
 from parlinalg.linalg.tiles import Deal, Numbers, dealt, resting, transposed
 

@@ -17,8 +17,9 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives
 from parlinalg.grid import Grid
 from parlinalg.linalg import kernels
-from parlinalg.linalg.divide import SIDES, STRIP, Strips, bidiagonal_strips, bidiagonal_vectors
-from parlinalg.linalg.eigh import LESS, PANEL, Reduction, first, owned, reflector, share, to_tiles, triangle
+from parlinalg.linalg.reductions.divide import SIDES, STRIP, Strips, bidiagonal_strips, bidiagonal_vectors
+from parlinalg.linalg.reductions.reduction import Reduction
+from parlinalg.linalg.reductions.reflections import LESS, PANEL, first, owned, reflector, share, to_tiles, triangle
 from parlinalg.linalg.tiles import Deal, Places, Tiles, dealt, indexer, move
 
 LEAST = 8

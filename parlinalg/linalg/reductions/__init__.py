@@ -1,0 +1,1 @@
+"""Reductions to tridiagonal, bidiagonal and Hessenberg form by reflections, and the values of these forms."""
