@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array import contraction, reductions
+from parlinalg.array import contraction
+from parlinalg.array import reductions as array_reductions
 from parlinalg.array.contraction import multi_dot
 from parlinalg.array.core import DistArray, dims_in_order, whole
 from parlinalg.array.dispatch import of_arrays, primitive, takes_over
@@ -176,7 +177,7 @@ def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, or
         If `ord` is no number, or `axis` names a dim twice or one that `x` lacks.
     """
     dims = tuple(range(x.ndim)) if axis is None else dims_in_order(axis, x.ndim)
-    return reductions.vector_norm(x, ord, dims, bool(keepdims))
+    return array_reductions.vector_norm(x, ord, dims, bool(keepdims))
 
 
 @of_arrays
@@ -306,7 +307,7 @@ def norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False)
         raise ValueError(f"norm: ord is a number, 'fro', 'nuc' or None, not {ord!r}")
     dims = tuple(range(x.ndim)) if axis is None else axis
     if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:
-        return reductions.norm(x, ord, axis, bool(keepdims))
+        return array_reductions.norm(x, ord, axis, bool(keepdims))
     dims = dims_in_order(dims, x.ndim)
     found = matrix_norm(moveaxis(x, dims, (-2, -1)), ord=ord)
     return expand_dims(found, axis=tuple(sorted(dims))) if keepdims else found

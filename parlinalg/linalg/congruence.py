@@ -15,8 +15,9 @@ from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, triangular
+from parlinalg.linalg import kernels
 from parlinalg.linalg.matrices import spend, tiles_for
+from parlinalg.linalg.panels import triangular
 from parlinalg.linalg.systems import refuse_singular
 from parlinalg.linalg.tiles import Numbers, Places, Tiles, move, resting, transposed
 

@@ -25,8 +25,8 @@ from parlinalg.linalg.factors.qr import QRFactor
 from parlinalg.linalg.factors.tall import by_rows
 from parlinalg.linalg.iterative.vectors import assumed_steps
 from parlinalg.linalg.matrices import LinAlgError, as_matrix, batches, cutoff, distributed, refuse_nonfinite, scalar
+from parlinalg.linalg.panels.qr import nearly_orthogonalized
 from parlinalg.linalg.planner import by_one
-from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.ranks import counted, limit_of, solution_of_triangle
 from parlinalg.linalg.reductions.bidiagonal import assumed_rank
 from parlinalg.linalg.singular import solved_by_bidiagonal, svd, svdvals, values_of_triangle

@@ -17,7 +17,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import costs, tile_sizes
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.footprint import HELD, footprint
-from parlinalg.linalg.pivoted import PANEL as PIVOTED
+from parlinalg.linalg.panels.pivoted import PANEL as PIVOTED
 from parlinalg.linalg.reductions import bidiagonal
 from parlinalg.linalg.tile_sizes import Constants, Time
 from parlinalg.linalg.tiles import Deal, depths

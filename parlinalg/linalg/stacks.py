@@ -26,7 +26,6 @@ from parlinalg.linalg.factors import Factor, SlogdetResult
 from parlinalg.linalg.factors.cholesky import CholeskyFactor
 from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.factors.qr import QRFactor
-from parlinalg.linalg.lu import determinant
 from parlinalg.linalg.matrices import (
     INDEFINITE,
     SINGULAR,
@@ -36,6 +35,7 @@ from parlinalg.linalg.matrices import (
     raise_first,
     refuse_nonfinite,
 )
+from parlinalg.linalg.panels.lu import determinant
 from parlinalg.linalg.tiles import worst
 
 

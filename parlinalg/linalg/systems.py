@@ -13,7 +13,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import tril, triu
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, triangular
+from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import Factor, Identity, SlogdetResult
 from parlinalg.linalg.factors.lu import LUFactor
 from parlinalg.linalg.iterative.minimal_residuals import gmres
@@ -27,6 +27,7 @@ from parlinalg.linalg.matrices import (
     refuse_nonfinite,
     tiles_for,
 )
+from parlinalg.linalg.panels import triangular
 from parlinalg.linalg.stacks import LocalLU
 from parlinalg.linalg.tiles import count_worst, worst
 from parlinalg.matmul import matmul

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from parlinalg import tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg.qr import QR
+from parlinalg.linalg.panels.qr import QR
 from parlinalg.linalg.reductions.reflections import PANEL
 from parlinalg.linalg.tiles import Deal, depths
 

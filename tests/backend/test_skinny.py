@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.backend import blas, compiled, skinny
-from parlinalg.linalg import triangular
+from parlinalg.linalg.panels import triangular
 from tests.cases import grids, layouts
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 15, 33, 70, 2100)

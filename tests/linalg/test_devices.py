@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.linalg import kernels
-from parlinalg.linalg.lu import _regular
+from parlinalg.linalg.panels.lu import _regular
 from tests.cases import grids
 from tests.linalg.test_factors import random
 

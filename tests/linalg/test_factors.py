@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import pickle
 from copy import copy, deepcopy
@@ -17,15 +16,16 @@ from parlinalg import linalg, tunables
 from parlinalg.backend import blas
 from parlinalg.comm.shared import shared_array
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, systems, tile_sizes, tiles, triangular
-from parlinalg.linalg.cholesky import SharedCholesky
+from parlinalg.linalg import kernels, systems, tile_sizes, tiles
 from parlinalg.linalg.factors.lu import LUFactor
-from parlinalg.linalg.lu import parity
+from parlinalg.linalg.panels import qr as qr_panels
+from parlinalg.linalg.panels import triangular
+from parlinalg.linalg.panels.cholesky import SharedCholesky
+from parlinalg.linalg.panels.lu import parity
 from tests.cases import check, grids, layouts, same
 
 pytestmark = pytest.mark.one_in(8)
 
-qr_panels = importlib.import_module("parlinalg.linalg.qr")  # the package has the function of this name
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 LOWER = {"float64": "float32", "complex128": "complex64"}
 SIZES = [0, 1, 2, 7, 33, 97]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import tracemalloc
 
 import numpy as np
@@ -13,7 +12,9 @@ import parlinalg as pla
 from parlinalg import Layout, Tensor, linalg
 from parlinalg.comm import shared as shared_memory
 from parlinalg.grid import Grid
+from parlinalg.linalg import panels
 from parlinalg.linalg.planner import plan_linalg
+from parlinalg.linalg.reductions import bidiagonal, reduction
 
 N, COLUMNS = 512, 16
 SQUARE = {
@@ -100,7 +101,7 @@ def shares(monkeypatch) -> list[int]:
         shared.append(0 if found is None else found.nbytes // comm.size)
         return found
 
-    monkeypatch.setattr(importlib.import_module("parlinalg.linalg.reductions.reduction"), "lasting_array", counted)
+    monkeypatch.setattr(reduction, "lasting_array", counted)
     return shared
 
 
@@ -206,7 +207,7 @@ def test_memory_of_bases_where_little_comes_out(make_grid, world, monkeypatch, n
     full = np.random.default_rng(5).uniform(-1, 1, (n, n))
     x = pla.distribute(full[:, :1] * full[:1] if name == "orth" else full, grid, grid.default_layout((n, n)))
     BASES[name](x)
-    shared, module = shares(monkeypatch), importlib.import_module("parlinalg.linalg.reductions.bidiagonal")
+    shared, module = shares(monkeypatch), bidiagonal
 
     def reduced(*args, formed=module.some_vectors):
         peaks.append(tracemalloc.get_traced_memory()[1] - before + sum(shared))
@@ -367,8 +368,8 @@ def _planned_memory(make_grid, world, monkeypatch, name, shape, dtype, low, high
             shared.append(found.nbytes // comm.size)
         return found
 
-    for module in ("eigh",) if shape[0] == shape[1] else ("panels",):  # those that are there when Q is formed
-        monkeypatch.setattr(importlib.import_module(f"parlinalg.linalg.{module}"), "lasting_array", counted)
+    module = reduction if shape[0] == shape[1] else panels  # what is there when Q is formed
+    monkeypatch.setattr(module, "lasting_array", counted)
     rng = np.random.default_rng(5)
     a = rng.uniform(-1, 1, shape) + (1j * rng.uniform(-1, 1, shape) if dtype == "complex128" else 0)
     x = pla.distribute(a, grid, grid.default_layout(shape))

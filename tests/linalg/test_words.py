@@ -10,10 +10,11 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import least_squares, matrices, singular, spectral, systems, tile_sizes, triangular
+from parlinalg.linalg import least_squares, matrices, singular, spectral, systems, tile_sizes
 from parlinalg.linalg.costs import Costs, reductions
 from parlinalg.linalg.factors.qr import QRFactor
-from parlinalg.linalg.qr import QR
+from parlinalg.linalg.panels import triangular
+from parlinalg.linalg.panels.qr import QR
 from parlinalg.linalg.reductions import divide
 from parlinalg.linalg.reductions.reduction import workers
 from parlinalg.linalg.tiles import Deal, Tiles, depths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import least_squares, matrices, singular, systems
 from parlinalg.linalg.iterative import vectors
-from parlinalg.linalg.reductions import divide
+from parlinalg.linalg.reductions import divide, hessenberg
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.routines import traced
 from parlinalg.planning.trace import Kernel
@@ -442,7 +441,7 @@ def test_ledgers_of_general_eigenvalues_are_those_of_real_ranks(world, complex_,
     draw = np.random.default_rng(0)
     dense = draw.standard_normal((45, 45)) + (1j * draw.standard_normal((45, 45)) if complex_ else 0)
     powers = 2.0 ** draw.integers(-spread, spread + 1, 45)
-    sums = counted(monkeypatch, importlib.import_module("parlinalg.linalg.reductions.hessenberg"), "_summed")
+    sums = counted(monkeypatch, hessenberg, "_summed")
     for sizes, layout in grids(world.size):
         for function in (linalg.eig, linalg.eigvals):
             sums.clear()

@@ -9,9 +9,9 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.layout import Layout
 from parlinalg.linalg.costs.counts import ALONG_ROWS, HOME, TURNS, UPDATES, Costs, Counts, after, panels
-from parlinalg.linalg.pivoted import LONG
-from parlinalg.linalg.pivoted import PANEL as PIVOTED
-from parlinalg.linalg.qr import QR
+from parlinalg.linalg.panels.pivoted import LONG
+from parlinalg.linalg.panels.pivoted import PANEL as PIVOTED
+from parlinalg.linalg.panels.qr import QR
 from parlinalg.linalg.tile_sizes import by_gram, rows_alone
 from parlinalg.linalg.tiles import Deal, Numbers
 from parlinalg.matmul.assign import assign

@@ -18,10 +18,10 @@ from parlinalg.linalg.costs.counts import (
     after,
     panels,
 )
-from parlinalg.linalg.lu import shares
+from parlinalg.linalg.panels.lu import shares
+from parlinalg.linalg.panels.triangular import FEW
+from parlinalg.linalg.panels.triangular import resting as triangle_at_rest
 from parlinalg.linalg.tiles import Deal, Numbers, transposed
-from parlinalg.linalg.triangular import FEW
-from parlinalg.linalg.triangular import resting as triangle_at_rest
 
 
 def cho_factor(costs: Costs, layout: Layout, n: int) -> Costs:

@@ -14,8 +14,8 @@ from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.lu import determinant
 from parlinalg.linalg.matrices import as_matrix, refuse_nonfinite, scalar
+from parlinalg.linalg.panels.lu import determinant
 from parlinalg.linalg.tiles import Numbers, Tiles
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
-from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.cholesky import Cholesky, SharedCholesky, in_shared_memory
+from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import Factor, Identity, WithDeterminant, on_diagonal, solved
 from parlinalg.linalg.matrices import (
     INDEFINITE,
@@ -21,6 +20,8 @@ from parlinalg.linalg.matrices import (
     refuse_nonfinite,
     tiles_for,
 )
+from parlinalg.linalg.panels import triangular
+from parlinalg.linalg.panels.cholesky import Cholesky, SharedCholesky, in_shared_memory
 from parlinalg.linalg.tile_sizes import rows_alone
 from parlinalg.linalg.tiles import clear_above, move
 

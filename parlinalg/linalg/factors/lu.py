@@ -15,9 +15,8 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.backend import namespace
 from parlinalg.comm.shared import SharedCollectives
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, triangular
+from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import Factor, Identity, WithDeterminant, ones_where_equal, solved
-from parlinalg.linalg.lu import LU
 from parlinalg.linalg.matrices import (
     SINGULAR,
     LinAlgError,
@@ -28,6 +27,8 @@ from parlinalg.linalg.matrices import (
     spend,
     tiles_for,
 )
+from parlinalg.linalg.panels import triangular
+from parlinalg.linalg.panels.lu import LU
 from parlinalg.linalg.tiles import Numbers, Tiles, move, transposed
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from parlinalg.array.joining import padded
 from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg import kernels, triangular
+from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import Factor, PivotedQRResult, QRResult, on_diagonal, ones_where_equal
 from parlinalg.linalg.factors.tall import tall_qr, tall_r
 from parlinalg.linalg.matrices import (
@@ -28,8 +28,9 @@ from parlinalg.linalg.matrices import (
     scaled,
     tiles_for,
 )
-from parlinalg.linalg.pivoted import LONG, PANEL, PivotedQR
-from parlinalg.linalg.qr import QR, reflect
+from parlinalg.linalg.panels import triangular
+from parlinalg.linalg.panels.pivoted import LONG, PANEL, PivotedQR
+from parlinalg.linalg.panels.qr import QR, reflect
 from parlinalg.linalg.tiles import SIZE, Numbers, Tiles, move
 from parlinalg.matmul import matmul
 

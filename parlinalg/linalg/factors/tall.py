@@ -13,7 +13,7 @@ from parlinalg.linalg.factors import QRResult
 from parlinalg.linalg.matrices import (
     distributed,
 )
-from parlinalg.linalg.qr import nearly_orthogonalized
+from parlinalg.linalg.panels.qr import nearly_orthogonalized
 from parlinalg.linalg.tile_sizes import by_gram, rows_alone
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from parlinalg.comm.shared import lasting_array
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.qr import reflect
+from parlinalg.linalg.panels.qr import reflect
 from parlinalg.linalg.reductions.reflections import PANEL, first, reflector
 from parlinalg.linalg.tiles import Numbers, Places, Tiles, move, resting, transposed
 

@@ -14,7 +14,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import meet, shared_collectives
 from parlinalg.linalg import kernels
-from parlinalg.linalg.qr import reflect
+from parlinalg.linalg.panels.qr import reflect
 from parlinalg.linalg.tiles import Tiles, indexer, move
 
 PANEL = 32

@@ -17,7 +17,7 @@ from parlinalg.backend import compiled
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm.shared import SharedCollectives, shared_collectives
 from parlinalg.linalg import kernels
-from parlinalg.linalg.qr import QR, Reflections
+from parlinalg.linalg.panels.qr import QR, Reflections
 from parlinalg.linalg.reductions.reflections import TINY, reflector
 from parlinalg.linalg.tiles import Tiles
 
