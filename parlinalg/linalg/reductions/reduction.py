@@ -1,4 +1,4 @@
-"""What reductions by reflections have in common: panels of columns, and which ranks work."""
+"""The steps that all reductions by reflections share: panels of columns, and the ranks that work on them."""
 
 from __future__ import annotations
 
