@@ -418,6 +418,7 @@ def pivoted(a, x, mode="reduced"):
     return r, p
 
 
+@pytest.mark.timeout(180)  # two collective calls a column
 def test_qr_with_pivoting(grid):
     """Every kind of matrix; of random ones, whose norms are far from ties in float64, the pivots are SciPy's."""
     rng = np.random.default_rng(8)
