@@ -422,6 +422,7 @@ def test_bases(grid):
         linalg.orth(pla.ones((2, 3, 3), grid))
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bases_of_large_matrices(grid, monkeypatch, dtype):
     """Vectors of one side alone, with those that complete a basis, to LAPACK's ratios; of parts that are zeros too."""
