@@ -74,7 +74,7 @@ def eigh(
     x, b = _operands("eigh", x, b)
     if b is not None:
         return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
+    choose = chooser(x, "eigh", subset_by_index, subset_by_value)
     some = subset_by_index is not None or subset_by_value is not None
     if some and x.ndim == 2 and x.grid.world.size == 1 and kernels.for_scipy(x.block):
         return _some_on_one_rank(x, choose)
@@ -83,7 +83,7 @@ def eigh(
         if subset_by_index is None:
             return every
         return EighResult(*(each[..., choose(None)] for each in every))
-    reduced, scale = _tridiagonal(x, "eigh")
+    reduced, scale = tridiagonal_form(x, "eigh")
     tiles, n = reduced.tiles, x.shape[0]
     values, z, at = vectors(reduced, lambda w: choose(unscaled(w, scale)))
     turned: np.ndarray = z.astype(x.dtype, copy=False)
@@ -133,11 +133,11 @@ def eigvalsh(
     x, b = _operands("eigvalsh", x, b)
     if b is not None:
         return generalized_values(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
+    choose = chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = batches("eigvalsh", lambda xp, a: kernels.eigh(a, vectors=False), eigvalsh, x, lower=True)[0]
         return every if subset_by_index is None else every[..., choose(None)]
-    reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
+    reduced, scale = tridiagonal_form(x, "eigvalsh", keep=False)
     found = tridiagonal_values(reduced.d, reduced.e)
     values = unscaled(found, scale)
     at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
@@ -211,7 +211,7 @@ def mirrored(x: DistArray, name: str = "eigh") -> DistArray:
     return lower + diagonal + lower.mT.conj().redistribute(lower.layout)
 
 
-def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[[Any], slice]:
+def chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[[Any], slice]:
     """Return the function from all eigenvalues to where those of a subset are."""
     n = x.shape[-1]
     if by_index is not None and by_value is not None:
@@ -252,7 +252,7 @@ def _alone(x: DistArray, subset: Any = None) -> bool:
     return x.grid.size == 1 and subset is None
 
 
-def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:
+def tridiagonal_form(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix, with its reflections if they are to `keep`, and by what it was multiplied."""
     tiles, n = tiles_for(x, None, "eigh"), x.shape[0]
     deal, grid = workers(tiles), x.grid

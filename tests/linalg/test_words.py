@@ -281,7 +281,7 @@ def test_reductions(grid, dtype, deals):
         a = random((n, n), dtype, rng)
         x = pla.distribute(a + a.conj().T, grid, layout)
         with pla.ledger(grid) as book:
-            reduced, _ = spectral._tridiagonal(x, "eigh")
+            reduced, _ = spectral.tridiagonal_form(x, "eigh")
         costs = formulas.tridiagonal(counting(grid, deal), layout, n, workers(reduced.tiles))
         equal(book, costs, grid, (n, deal, layout))
         a = random((n + n // 3, n), dtype, rng)

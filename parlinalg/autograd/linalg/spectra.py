@@ -138,7 +138,7 @@ def eigh(x: Any, /, b: Any = None, *, subset_by_index: Any = None, subset_by_val
     """Return the eigenvalues and eigenvectors of Hermitian matrices; derivatives of some need all vectors."""
     if b is not None:
         return spectral.generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
-    choose = spectral._chooser(as_matrix(x.data, "eigh", square=True), "eigh", subset_by_index, subset_by_value)
+    choose = spectral.chooser(as_matrix(x.data, "eigh", square=True), "eigh", subset_by_index, subset_by_value)
     w, v = linalg.eigh(x.data)
     if subset_by_index is subset_by_value is None:
         return spectral.EighResult(_eigenvalues(x, w, v, 0), _eigenvectors(x, v, w, v, 0))

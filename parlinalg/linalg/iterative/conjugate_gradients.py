@@ -164,7 +164,7 @@ class _Gaps:
         pipelined : bool
             False if u and w are computed anew in each step.
         """
-        if not self._steps and self._s._m is not None:  # u is smooth where M is good, and tells little of ‖A‖
+        if not self._steps and self._s.preconditioner is not None:  # u is smooth where M is good, and tells little of A
             image = self._s.times(noise := self._s.noise())
             over, under = self._s.vectors.products((image, image), (noise, noise)).real
             self._norm = np.sqrt(ratio(np.maximum(0, over), under, True))
@@ -212,7 +212,7 @@ def _fitted(
     for operator in ("M", "A"):
         with np.errstate(all="ignore"):
             size = np.where(active, np.abs(gamma / rr if operator == "M" else delta / gamma), 1.0)
-        if s.fit(u, size) if operator == "A" else s._m is not None and s.preconditioned.fit(r, size):
+        if s.fit(u, size) if operator == "A" else s.preconditioner is not None and s.preconditioned.fit(r, size):
             u = s.preconditioned(r)
             w, fitted = s.times(u), True
             gamma, delta = s.vectors.products((r, u), (w, u)).real

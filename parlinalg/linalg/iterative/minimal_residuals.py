@@ -102,7 +102,7 @@ def _preconditioned_start(s: System, v: DistArray, rtol: float, atol: float) -> 
     """Return M v and (vᴴ M v)½ for the first residual v of `minres`; with M, its limit is one of such lengths too."""
     z = s.preconditioned(v)
     size = _length(s, v, z)
-    if s._m is None:
+    if s.preconditioner is None:
         return z, s.finite(size, 0)
     norm = s.vectors.norm(v)
     with np.errstate(all="ignore"):

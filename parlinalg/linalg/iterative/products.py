@@ -27,6 +27,7 @@ from parlinalg.matmul import matmul
 
 
 def count_of(k: Any, shape: tuple[int, int], name: str, most: int, what: str = "k") -> int:
+    """Return k, a number of values of a matrix; raise ValueError unless it is from 1 to `most`."""
     m, n = shape
     side = f"{min(m, n)} {'row' if m < n else 'column'}{'s' * (min(m, n) != 1)}"
     if most < 1:
@@ -131,4 +132,5 @@ def near_one(v: DistArray) -> DistArray:
 
 
 def whole_values(w: np.ndarray, like: DistArray) -> DistArray:
+    """Return real values that all ranks have as an array, in the precision of another one."""
     return distributed(np.ascontiguousarray(w, np.zeros(0, like.dtype).real.dtype), Layout(None), like.grid)

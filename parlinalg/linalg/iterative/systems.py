@@ -50,7 +50,7 @@ class System:
         self.vectors = Vectors(b)
         self.factor = self.vectors.factor
         self._a = applied(a, name, n, stacks=many)
-        self._m = None if m is None else applied(m, f"{name}'s M", n, stacks=many)
+        self.preconditioner = None if m is None else applied(m, f"{name}'s M", n, stacks=many)
         self.times = Scaled(self._product, self.vectors)
         """The function that returns A x."""
         self.preconditioned = Scaled(self._preconditioned, self.vectors)
@@ -105,7 +105,7 @@ class System:
         return self._like(y, "A x")
 
     def _preconditioned(self, r: DistArray) -> DistArray:
-        return r if self._m is None else self._like(self._m(r), "M r")
+        return r if self.preconditioner is None else self._like(self.preconditioner(r), "M r")
 
     def _like(self, y: Any, what: str) -> DistArray:
         return product(y, self.b.shape, self.b, self.layout, self.dtype, f"{self.name}: {what}")
